@@ -1,0 +1,1 @@
+"""What every CoLLM service shares: nouns, messages, keys, streams, registry, settings, errors."""

@@ -1,0 +1,69 @@
+"""The connection to Redis or Valkey: retries with backoff, deadlines on every command, one error for "away"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import redis.exceptions as failures
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from collm_common.clock import Clock, SystemClock
+from collm_common.errors import BrokerError
+
+AWAY = (failures.ConnectionError, failures.TimeoutError, failures.BusyLoadingError, OSError)
+BLOCK_S = 1.0
+COMMAND_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+def connect(url: str) -> Redis:
+    """A client with bytes replies. A command is tried four times over about a second before it counts as failed."""
+    return Redis.from_url(
+        url,
+        protocol=2,
+        decode_responses=False,
+        socket_timeout=COMMAND_TIMEOUT_S + BLOCK_S,
+        socket_connect_timeout=COMMAND_TIMEOUT_S,
+        health_check_interval=15,
+        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 3),
+        retry_on_error=[failures.BusyLoadingError],
+    )
+
+
+@asynccontextmanager
+async def connection(url: str) -> AsyncIterator[Redis]:
+    """`connect`, closed at the end."""
+    client = connect(url)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def patiently(call: Callable[[], Awaitable[T]], deadline_s: float, clock: Clock | None = None) -> T:
+    """Repeat an idempotent call while the broker is away, at most `deadline_s` seconds; then BrokerError."""
+    clock = clock or SystemClock()
+    start, pause_s = clock.monotonic(), 0.05
+    while True:
+        try:
+            return await call()
+        except AWAY as error:
+            if clock.monotonic() - start + pause_s > deadline_s:
+                raise BrokerError(f"broker away for {deadline_s:g} s: {error}") from error
+        await clock.sleep(pause_s)
+        pause_s = min(1.0, pause_s * 2)
+
+
+async def stop_all(*tasks: asyncio.Task[None]) -> None:
+    """Cancel background tasks and wait for them; their own errors surface here."""
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result

@@ -1,0 +1,96 @@
+"""Every Redis key, in one place. All keys of a cell share one hash tag, so that scripts hold on Redis Cluster."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Keys(Struct, frozen=True):
+    """Key names under one prefix, by default `{collm}:`."""
+
+    prefix: str = "{collm}:"
+
+    def _key(self, *parts: object) -> str:
+        return self.prefix + ":".join(str(part) for part in parts)
+
+    def requests(self, model: str, slo: str) -> str:
+        """An original request stream: same model, same SLO."""
+        return self._key("requests", model, slo)
+
+    def subflow(self, replica: str) -> str:
+        """Paced requests for one replica."""
+        return self._key("subflow", replica)
+
+    def replies(self, ingress: str) -> str:
+        """Token deltas, results and errors for one ingress."""
+        return self._key("replies", ingress)
+
+    def control(self, replica: str) -> str:
+        """Commands for one replica."""
+        return self._key("control", replica)
+
+    def replica(self, replica: str) -> str:
+        """Registry hash of one replica."""
+        return self._key("replica", replica)
+
+    def lease(self, holder: str) -> str:
+        """Heartbeat lease of a replica, or leader lease of a stream or service."""
+        return self._key("lease", holder)
+
+    def fence(self, name: str) -> str:
+        """Counter of the fencing tokens of one leader lease."""
+        return self._key("fence", name)
+
+    def latency(self, replica: str) -> str:
+        """Fitted latency models of one replica."""
+        return self._key("latency", replica)
+
+    def config(self, replica: str) -> str:
+        """Batch sizes chosen for one replica."""
+        return self._key("config", replica)
+
+    def adapter(self, name: str) -> str:
+        """Hash of an adapter: current version, base model."""
+        return self._key("adapter", name)
+
+    def adapter_version(self, name: str, version: int) -> str:
+        """Hash of one version: manifest and 1 MB chunks of safetensors."""
+        return self._key("adapter", name, f"v{version}")
+
+    def job(self, job: str) -> str:
+        """Durable state of one federated job."""
+        return self._key("job", job)
+
+    def update(self, job: str, round_: int, replica: str) -> str:
+        """One client's update of one round, deleted after aggregation."""
+        return self._key("job", job, f"r{round_}", replica)
+
+    @property
+    def telemetry(self) -> str:
+        """Measurements of all replicas."""
+        return self._key("telemetry")
+
+    @property
+    def events(self) -> str:
+        """Every state change with from, to and reason."""
+        return self._key("events")
+
+    @property
+    def replicas(self) -> str:
+        """Set of registered replica ids."""
+        return self._key("replicas")
+
+    @property
+    def streams(self) -> str:
+        """Set of original streams that were ever used, as `model|slo`."""
+        return self._key("streams")
+
+    @property
+    def adapters(self) -> str:
+        """Set of adapter names."""
+        return self._key("adapters")
+
+    @property
+    def jobs(self) -> str:
+        """Set of ids of jobs that have not ended."""
+        return self._key("jobs")

