@@ -1,0 +1,1 @@
+"""The `collm` command and the libraries behind it; nothing here imports torch."""

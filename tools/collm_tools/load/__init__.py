@@ -1,0 +1,1 @@
+"""The load generator: arrivals, prompts, one request, what it all adds up to."""
