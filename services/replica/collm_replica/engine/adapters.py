@@ -1,0 +1,98 @@
+"""Which adapter version is in which slot, current, or in use."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from collm_common.errors import AdapterError, UnknownModel
+from collm_common.types import AdapterRef
+
+from collm_replica.engine.sequence import Pin
+
+BASE_VERSION = "0"
+"""A name's version 0 is the base model: always there, without a slot."""
+
+
+class AdapterTable:
+    """name -> current version -> slot, and how many requests use each version.
+
+    A version is loaded as a shadow, then published. It leaves its slot when it is neither a shadow, nor current,
+    nor used.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots - 1, -1, -1))
+        self._slots: dict[AdapterRef, int] = {}
+        self._shadows: set[AdapterRef] = set()
+        self._users: Counter[AdapterRef] = Counter()
+        self.current: dict[str, AdapterRef] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def find(self, ref: AdapterRef | None) -> Pin:
+        """Where a loaded version is, without holding on to it. Raises UnknownModel."""
+        if ref is None or ref.version == BASE_VERSION:
+            return Pin(ref)
+        if ref not in self._slots:
+            raise UnknownModel(f"adapter {ref} is not loaded", param="model", code="adapter_version_not_loaded")
+        return Pin(ref, self._slots[ref])
+
+    def holds(self, ref: AdapterRef) -> bool:
+        return ref in self._slots
+
+    def reserve(self) -> int | None:
+        """A free slot to write a shadow into; nothing changes before `loaded`."""
+        return self._free[-1] if self._free else None
+
+    def loaded(self, ref: AdapterRef, slot: int) -> None:
+        """`ref` was written into the reserved slot."""
+        self._free.remove(slot)
+        self._slots[ref] = slot
+        self._shadows.add(ref)
+
+    def publish(self, ref: AdapterRef) -> list[int]:
+        """Make `ref` current; returns the slots that are now free. Raises AdapterError if it is not loaded."""
+        if ref.version != BASE_VERSION and ref not in self._slots:
+            raise AdapterError(f"adapter {ref} is not loaded and cannot be published")
+        before = self.current.get(ref.name)
+        self.current[ref.name] = ref
+        self._shadows.discard(ref)
+        return self._collect(before)
+
+    def discard(self, ref: AdapterRef) -> list[int]:
+        """Drop a shadow; returns the slots that are now free."""
+        self._shadows.discard(ref)
+        return self._collect(ref)
+
+    def newest(self, name: str) -> AdapterRef:
+        """The current version. Raises UnknownModel if none was published."""
+        if name not in self.current:
+            raise UnknownModel(f"no adapter {name!r} is published here", param="model")
+        return self.current[name]
+
+    def pin(self, name: str, version: str | None) -> Pin:
+        """Use a version (None: the current one) until `unpin`. Raises UnknownModel."""
+        if not name:
+            return Pin()
+        ref = AdapterRef(name, version) if version is not None else self.newest(name)
+        pin = self.find(ref)
+        self._users[ref] += 1
+        return pin
+
+    def unpin(self, pin: Pin) -> list[int]:
+        """A request ended; returns the slots that are now free."""
+        if pin.ref is None:
+            return []
+        self._users[pin.ref] -= 1
+        if not self._users[pin.ref]:
+            del self._users[pin.ref]
+        return self._collect(pin.ref)
+
+    def _collect(self, ref: AdapterRef | None) -> list[int]:
+        if ref not in self._slots or ref in self._shadows or ref in self._users or self.current.get(ref.name) == ref:
+            return []
+        slot = self._slots.pop(ref)
+        self._free.append(slot)
+        return [slot]

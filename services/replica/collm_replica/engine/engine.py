@@ -1,0 +1,45 @@
+"""The real engine: a Hugging Face model behind `EngineCore`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collm_replica.engine.backend import TorchBackend
+from collm_replica.engine.config import EngineConfig
+from collm_replica.engine.core import EngineCore
+
+
+class Engine(EngineCore):
+    """Serves `model` in place: its linears are wrapped and its attention function replaced."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ModelError if the model cannot be served within `config`."""
+        backend = TorchBackend(model, config)
+
+        def decode(tokens: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+        eos = end_tokens(model, tokenizer)
+        super().__init__(backend, decode, eos, model.config.vocab_size, backend.blocks, config, clock)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer, by the model's configurations or the tokenizer."""
+    ends: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for value in (
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        ends.update(value if isinstance(value, list) else [] if value is None else [int(value)])
+    return frozenset(ends)

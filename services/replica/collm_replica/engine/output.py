@@ -1,0 +1,44 @@
+"""From tokens to the text a client sees, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from collm_common.types import SamplingParams
+
+from collm_replica.engine.detokenizer import Detokenizer
+from collm_replica.engine.stops import StopFinder
+
+
+class Output:
+    """The answer of one request: `tokens` so far (prefix included) and why it ended, if it did."""
+
+    def __init__(
+        self, params: SamplingParams, eos: frozenset[int], decode: Callable[[Sequence[int]], str], prefix: Sequence[int]
+    ) -> None:
+        self._params = params
+        self._eos = eos
+        self._detokenizer = Detokenizer(decode)
+        self._stops = StopFinder(params.stop)
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        for token in prefix:
+            if self.finish is None:
+                self.push(token)
+
+    def push(self, token: int) -> str:
+        """Take one more token; returns the text that is now certain, and sets `finish` (stop or length)."""
+        self.tokens.append(token)
+        if token in self._eos and not self._params.ignore_eos:
+            self.finish = "stop"
+            return self._end()
+        text = self._stops.push(self._detokenizer.push(token))
+        if not self._stops.found and len(self.tokens) >= self._params.max_tokens:
+            self.finish = "length"
+            text += self._end()
+        if self._stops.found:
+            self.finish = "stop"
+        return text
+
+    def _end(self) -> str:
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

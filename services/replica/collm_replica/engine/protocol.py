@@ -1,0 +1,122 @@
+"""What the inference process needs of an engine, and what an engine needs of whatever computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from collm_common.messages import Delta, Done, Failed, Request, TokenLogprob
+from collm_common.types import AdapterRef, Quality
+
+from collm_replica.engine.sequence import Chunk, Pin
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor"]
+"""An adapter's tensors in the names PEFT saves them under."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One iteration: replies in the order they were made, tokens run, sequences that ran, seconds."""
+
+    replies: list[Delta | Done | Failed]
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    duration_s: float
+
+
+class InferenceEngine(Protocol):
+    """Continuous batching over one model and several adapter versions; one thread, no I/O."""
+
+    @property
+    def limit(self) -> int:
+        """b, the most sequences that run at once."""
+
+    @limit.setter
+    def limit(self, value: int) -> None: ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+
+    @property
+    def running(self) -> int:
+        """Requests in the running batch."""
+
+    @property
+    def versions(self) -> dict[str, AdapterRef]:
+        """The current version of each adapter name."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError."""
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request at once and without a reply; False if it is not here."""
+
+    def load_adapter(self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float) -> bool:
+        """Put a version into a free slot; False if none is free now. Raises AdapterError."""
+
+    def publish(self, ref: AdapterRef) -> None:
+        """Make a loaded version current for its name. Raises AdapterError."""
+
+    def discard(self, ref: AdapterRef) -> None:
+        """Drop a loaded version that was not published."""
+
+    def score(self, prompt: Sequence[int], reference: Sequence[int], adapter: AdapterRef | None) -> Quality:
+        """Cross-entropy of `reference` after `prompt`, under a loaded version. Raises RequestError."""
+
+    def step(self) -> StepResult:
+        """Run one iteration."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of a sequence."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Summed loss (nats) of the chunk's `targets`."""
+
+    nll: float
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The sequence cannot go on."""
+
+    reason: str
+
+
+Outcome = Sampled | Scored | Broken | None
+"""What a chunk gave; None is a piece of a prompt."""
+
+
+class Backend(Protocol):
+    """Computes chunks. A sequence's `blocks` and `pin` say where its keys, values and adapter are."""
+
+    def run(self, chunks: Sequence[Chunk]) -> list[Outcome]:
+        """One outcome a chunk, in their order."""
+
+    def score(self, prompt: Sequence[int], reference: Sequence[int], pin: Pin) -> float:
+        """Summed loss (nats) of `reference` after `prompt`."""
+
+    def load(self, slot: int, tensors: Tensors, rank: int, alpha: float) -> None:
+        """Check an adapter, then write it. Raises AdapterError and leaves the slot as it was."""
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot."""
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zero KV blocks that may hold values that are not finite."""

@@ -1,0 +1,92 @@
+"""Choosing tokens. A draw depends on the request's seed and the token's place in its answer, not on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from collm_common.messages import TokenLogprob
+from collm_common.types import SamplingParams
+from torch import Tensor
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one row of logits is sampled with; `position` counts the answer's tokens before this one."""
+
+    params: SamplingParams
+    position: int
+
+    @property
+    def uniform(self) -> float:
+        """In [0, 1), the same for the same seed and position."""
+        return (_splitmix(self.params.seed ^ _splitmix(self.position)) >> 11) * 2.0**-53
+
+
+def _splitmix(state: int) -> int:
+    """SplitMix64 (Steele, Lea, Flood 2014), one output."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    """One token a row of logits `[n, vocabulary]`; None where logits are not finite."""
+    best, tokens = logits.max(dim=-1)
+    plain = [i for i, d in enumerate(draws) if d.params.temperature > 0 and not _filtered(d.params)]
+    cut = [i for i, d in enumerate(draws) if d.params.temperature > 0 and _filtered(d.params)]
+    if plain:
+        tokens[plain] = _sample_plain(logits[plain], [draws[i] for i in plain])
+    if cut:
+        tokens[cut] = _sample_filtered(logits[cut], [draws[i] for i in cut])
+    finite = torch.isfinite(best).tolist()
+    return [token if good else None for token, good in zip(tokens.tolist(), finite, strict=True)]
+
+
+def _filtered(params: SamplingParams) -> bool:
+    return params.top_p < 1 or params.top_k > 0
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    return torch.softmax(logits.double() / _column([draw.params.temperature for draw in draws], logits), dim=-1)
+
+
+def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Index `[n]` at which the running sum of the weights passes the row's uniform share of their total."""
+    sums = weights.cumsum(dim=-1)
+    share = _column([draw.uniform for draw in draws], weights) * sums[:, -1:]
+    return torch.searchsorted(sums, share, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _sample_plain(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    return _invert(_probabilities(logits, draws), draws)
+
+
+def _sample_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Keep the top_k likeliest, and of them the fewest that have top_p of the whole probability."""
+    weights, order = _probabilities(logits, draws).sort(dim=-1, descending=True, stable=True)
+    vocabulary = weights.shape[-1]
+    rank = torch.arange(vocabulary, device=logits.device)
+    top_k = _column([draw.params.top_k or vocabulary for draw in draws], logits)
+    weights = weights.masked_fill(rank >= top_k, 0.0)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    above = weights.cumsum(dim=-1) - weights
+    top_p = _column([draw.params.top_p for draw in draws], logits)
+    weights = weights.masked_fill((above >= top_p) & (rank > 0), 0.0)
+    return order.gather(-1, _invert(weights, draws)[:, None]).squeeze(-1)
+
+
+def logprob(logits: Tensor, token: int, count: int) -> TokenLogprob:
+    """Log-probability of `token` and of the `count` likeliest under one row of logits, before any filter."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, tokens = logprobs.topk(min(count, logprobs.shape[-1]))
+    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token=token, logprob=float(logprobs[token]), top=top)

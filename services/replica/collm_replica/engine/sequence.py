@@ -1,0 +1,125 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from collm_common.messages import Done, Request
+from collm_common.types import AdapterRef, Quality
+
+from collm_replica.engine.output import Output
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The adapter version a sequence runs with to its end; slot -1 is the base model."""
+
+    ref: AdapterRef | None = None
+    slot: int = -1
+
+
+@dataclass
+class Timings:
+    """Seconds of the engine's clock, in this order; None: not yet."""
+
+    added_s: float
+    started_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    def done(self, request: Request, output_tokens: int, quality: Quality | None) -> Done:
+        """The final reply; a stage that was never entered took no time."""
+        finished_s = self.added_s if self.finished_s is None else self.finished_s
+        started_s = finished_s if self.started_s is None else min(self.started_s, finished_s)
+        first_s = finished_s if self.first_token_s is None else self.first_token_s
+        return Done(
+            id=request.id,
+            attempt=request.attempt,
+            output_tokens=output_tokens,
+            queue_s=started_s - self.added_s,
+            prefill_s=first_s - started_s,
+            decode_s=finished_s - first_s,
+            quality=quality,
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` are those whose keys and values the model needs; the first `computed` of them lie in `blocks`.
+
+    While it answers, tokens are prompt, prefix and what was generated. While it is scored, they are the prompt and
+    the reference without its last token, and `nll` sums the loss of the `scored` reference tokens seen so far.
+    """
+
+    request: Request
+    order: int
+    output: Output
+    times: Timings
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    pin: Pin | None = None
+    scoring: bool = False
+    nll: float = 0.0
+    scored: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.prefix]
+
+    @property
+    def urgency(self) -> tuple[float, int]:
+        """Earliest deadline first, then first come."""
+        return (self.request.deadline_s, self.order)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to be run through the model."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """One token is left to run, and it is of the answer."""
+        return not self.scoring and self.remaining == 1 and self.computed >= len(self.request.prompt)
+
+    def begin_scoring(self) -> None:
+        """Go on with the reference behind the prompt; only the prompt's last token runs a second time."""
+        prompt = self.request.prompt
+        self.tokens = [*prompt, *self.request.reference[:-1]]
+        self.computed = min(self.computed, len(prompt) - 1)
+        self.scoring = True
+
+    def restart(self) -> None:
+        """Nothing is computed any more."""
+        self.computed, self.nll, self.scored = 0, 0.0, 0
+
+    def add_score(self, nll: float, tokens: int) -> None:
+        """Loss (nats, summed) of the next `tokens` reference tokens."""
+        self.nll += nll
+        self.scored += tokens
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Run `count` tokens of `sequence`, from its `start`-th on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    decode: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the end of an answer so far: its last logits choose the next token."""
+        return not self.sequence.scoring and self.end == len(self.sequence.tokens)
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Reference tokens that the chunk's last len(targets) positions predict."""
+        if not self.sequence.scoring:
+            return ()
+        first = len(self.sequence.request.prompt) - 1
+        return self.sequence.request.reference[max(0, self.start - first) : max(0, self.end - first)]
