@@ -1,0 +1,144 @@
+"""The line between the supervisor and a child: framed MessagePack over a socket pair."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Annotated
+
+import msgspec
+from collm_common.errors import MessageError
+from collm_common.messages import (
+    Aggregate,
+    Cancel,
+    Configure,
+    Evaluate,
+    LoadAdapter,
+    PauseTraining,
+    ResumeTraining,
+    StopTraining,
+    TrainRound,
+)
+from collm_common.types import AdapterRef
+from msgspec import Meta, Struct
+
+MAX_FRAME_BYTES = 1 << 20
+
+
+class Local(Struct, frozen=True, tag_field="kind", kw_only=True):
+    """Base of the messages that stay inside a replica."""
+
+
+class Ready(Local, frozen=True, kw_only=True, tag="ready"):
+    """The child has done its first real step. `weights` attaches another process to device memory (b"" on CPU)."""
+
+    base_digest: str = ""
+    context_tokens: int = 0
+    infer_batch_max: int = 0
+    weights: bytes = b""
+
+
+class Alive(Local, frozen=True, kw_only=True, tag="alive"):
+    """Sent about twice a second. While `busy`, `progress` must grow or the child counts as stuck."""
+
+    progress: int
+    busy: bool
+
+
+class Attach(Local, frozen=True, kw_only=True, tag="attach"):
+    """To the fine-tuning process: how to reach device memory (b"" on CPU, where a descriptor was inherited)."""
+
+    weights: bytes
+
+
+class Snapshot(Local, frozen=True, kw_only=True, tag="snapshot"):
+    """From the fine-tuning to the inference process: adapter tensors in a file that the reader removes."""
+
+    ref: AdapterRef
+    path: str
+    rank: Annotated[int, Meta(ge=1)]
+    alpha: float
+
+
+class Training(Local, frozen=True, kw_only=True, tag="training"):
+    """The micro-batch that is being trained right now; 0 while nothing is."""
+
+    batch: Annotated[int, Meta(ge=0)]
+
+
+class Finished(Local, frozen=True, kw_only=True, tag="finished"):
+    """The fine-tuning process is through with a task, however it ended (`task` is the command's kind)."""
+
+    task: str
+
+
+class Drain(Local, frozen=True, kw_only=True, tag="drain"):
+    """Take nothing new, finish what runs, then exit."""
+
+
+class DigestRequest(Local, frozen=True, kw_only=True, tag="digest_request"):
+    """Hash the base weights as they are now."""
+
+
+class DigestReply(Local, frozen=True, kw_only=True, tag="digest_reply"):
+    """The hash."""
+
+    digest: str
+
+
+ToChild = (
+    Attach
+    | Snapshot
+    | Training
+    | Drain
+    | DigestRequest
+    | Cancel
+    | Configure
+    | LoadAdapter
+    | TrainRound
+    | Aggregate
+    | Evaluate
+    | PauseTraining
+    | ResumeTraining
+    | StopTraining
+)
+ToSupervisor = Ready | Alive | Snapshot | Training | Finished | DigestReply
+AnyLocal = ToChild | ToSupervisor
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyLocal] = msgspec.msgpack.Decoder(AnyLocal)
+
+
+class Channel:
+    """One end. Messages arrive whole and in order."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> Channel:
+        """Take over one end of a socket pair."""
+        end.setblocking(False)
+        return cls(*await asyncio.open_unix_connection(sock=end, limit=2 * MAX_FRAME_BYTES))
+
+    async def send(self, message: AnyLocal) -> None:
+        """Raises ConnectionError when the other end is gone."""
+        data = _encoder.encode(message)
+        if len(data) > MAX_FRAME_BYTES:
+            raise MessageError(f"frame of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        self._writer.write(len(data).to_bytes(4, "big") + data)
+        await self._writer.drain()
+
+    async def receive(self) -> AnyLocal | None:
+        """The next message, or None when the other end closed or died."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            if size > MAX_FRAME_BYTES:
+                raise MessageError(f"frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+            return _decoder.decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def close(self) -> None:
+        """Close this end; the other one receives None."""
+        self._writer.close()

@@ -1,0 +1,163 @@
+"""`python -m collm_replica.inference CHANNEL_FD WEIGHTS_FD`: the process that owns the weights and answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+from collm_common import logs
+from collm_common.broker import connection
+from collm_common.clock import SystemClock
+from collm_common.messages import Cancel, Configure, LoadAdapter, Request
+from collm_common.settings import load
+from collm_common.types import SamplingParams, Slo
+from msgspec import Struct
+
+from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
+from collm_replica.channel import Alive, Channel, DigestReply, DigestRequest, Drain, Ready, Snapshot, Training
+from collm_replica.child import die_with_parent
+from collm_replica.engine.config import EngineConfig
+from collm_replica.engine.protocol import InferenceEngine
+from collm_replica.serving import Serving
+from collm_replica.settings import ReplicaSettings
+from collm_replica.telemetry import CpuUtilisation, Utilisation
+
+log = logging.getLogger(__name__)
+
+ALIVE_S = 0.5
+
+
+class Loadout(Struct):
+    """What serves: an engine, its weights' digest (also afresh), how to attach to them, and how adapters are read."""
+
+    engine: InferenceEngine
+    utilisation: Utilisation
+    digest: Callable[[], str]
+    export: bytes
+    decode: Decode
+    read_file: Callable[[Path], dict[str, object]]
+
+
+def engine_config(settings: ReplicaSettings) -> EngineConfig:
+    """The engine's bounds, from the settings."""
+    return EngineConfig(
+        max_batch=settings.max_batch,
+        block_tokens=settings.block_tokens,
+        kv_bytes=settings.kv_mb << 20,
+        step_tokens=max(settings.step_tokens, settings.max_batch),
+        slots=settings.slots,
+        max_rank=settings.max_rank,
+        context_tokens=settings.context_tokens,
+        max_waiting=settings.max_waiting,
+    )
+
+
+def fake(settings: ReplicaSettings) -> Loadout:
+    """An engine that loads no torch and no model."""
+    from collm_replica.engine.fake import FakeEngine
+
+    engine = FakeEngine(engine_config(settings), iteration_s=lambda sequences, tokens: settings.fake_step_s)
+    return Loadout(engine, CpuUtilisation(), lambda: "fake", b"", lambda data, manifest: {}, lambda path: {})
+
+
+def warm_up(engine: InferenceEngine) -> None:
+    """One real request to its end: readiness means that a step was done."""
+    request = Request(
+        id="warm-up",
+        ingress="none",
+        model="none",
+        prompt=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=2, ignore_eos=True),
+        slo=Slo("none"),
+        arrival_s=0.0,
+        deadline_s=float("inf"),
+    )
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+
+
+async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
+    """Carry out what the supervisor says until it is gone."""
+    while (message := await channel.receive()) is not None:
+        match message:
+            case Cancel():
+                serving.cancel(message.id)
+            case Configure():
+                serving.limit(message.sizes.infer)
+            case LoadAdapter():
+                await serving.load(message.name, message.version)
+            case Training():
+                serving.training_batch = message.batch
+            case Snapshot():
+                path = Path(message.path)
+                tensors = await asyncio.to_thread(loadout.read_file, path)
+                path.unlink(missing_ok=True)
+                serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))  # type: ignore[arg-type]
+            case DigestRequest():
+                await channel.send(DigestReply(digest=await asyncio.to_thread(loadout.digest)))
+            case Drain():
+                serving.drain()
+            case _:
+                log.error("unexpected %s", type(message).__name__)
+
+
+async def say_alive(channel: Channel, serving: Serving) -> None:
+    """Tell the supervisor that steps are made, or that there is nothing to do."""
+    while True:
+        await channel.send(Alive(progress=serving.steps, busy=serving.engine.has_work))
+        await asyncio.sleep(ALIVE_S)
+
+
+async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> None:
+    """Load, warm up, restore adapters, then serve until drained."""
+    channel = await Channel.over(socket.socket(fileno=channel_fd))
+    started_s = time.monotonic()
+    if settings.engine == "fake":
+        loadout = fake(settings)
+    else:
+        from collm_replica.loading import load_model
+
+        loadout = await asyncio.to_thread(load_model, settings, weights_fd)
+    await asyncio.to_thread(warm_up, loadout.engine)
+    digest = await asyncio.to_thread(loadout.digest)
+    log.info("ready to serve after %.1f s", time.monotonic() - started_s)
+    async with connection(settings.redis_url) as redis:
+        feed = AdapterFeed(redis, settings.keys, digest, loadout.decode)
+        serving = Serving(settings, redis, loadout.engine, feed, loadout.utilisation, SystemClock())
+        for name in await feed.names(settings.served_name):
+            await serving.load(name, await feed.current(name) or 0)
+        ready = Ready(
+            base_digest=digest,
+            context_tokens=settings.context_tokens,
+            infer_batch_max=settings.max_batch,
+            weights=loadout.export,
+        )
+        await channel.send(ready)
+        tasks = [asyncio.create_task(coro) for coro in (listen(channel, serving, loadout), say_alive(channel, serving))]
+        try:
+            await serving.run()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def main() -> None:
+    """Ends with its supervisor, and leaves Ctrl-C to it."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = load(ReplicaSettings, "replica")
+    logs.setup(f"replica {settings.id} inference", settings.log_level)
+    uvloop.run(run(settings, int(sys.argv[1]), int(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

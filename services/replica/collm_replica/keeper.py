@@ -1,0 +1,90 @@
+"""Keeps one child running: start, wait for its first real step, watch it, restart it with backoff and a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from collm_common.clock import Clock
+from collm_common.errors import ModelError
+
+from collm_replica.channel import Ready, ToChild
+from collm_replica.child import Child
+from collm_replica.settings import ReplicaSettings
+
+log = logging.getLogger(__name__)
+
+STABLE_S = 60.0
+LOOK_S = 0.25
+
+
+class Keeper:
+    """`spawn` makes a child, `ready` and `died` are told of its first step and its end (never a wanted end)."""
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        clock: Clock,
+        spawn: Callable[[], Awaitable[Child]],
+        ready: Callable[[Ready], Awaitable[None]],
+        died: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._settings, self._clock = settings, clock
+        self._spawn, self._ready, self._died = spawn, ready, died
+        self.child: Child | None = None
+        self.ending = False
+
+    async def send(self, message: ToChild) -> None:
+        """To the child that lives now, if any."""
+        if self.child is not None:
+            await self.child.send(message)
+
+    async def run(self) -> None:
+        """Until a wanted end (`ending`); ModelError after more deaths in a row than the limit allows."""
+        deaths = 0
+        while not self.ending:
+            started_s = self._clock.monotonic()
+            self.child = await self._spawn()
+            why = await self._live(self.child)
+            if self.ending:
+                return
+            deaths = 1 if self._clock.monotonic() - started_s > STABLE_S else deaths + 1
+            log.error("%s died: %s", self.child.module, why)
+            await self._died(why)
+            if deaths > self._settings.restart_limit:
+                raise ModelError(f"{self.child.module} died {deaths} times in a row, last: {why}")
+            await self._clock.sleep(min(30.0, self._settings.restart_backoff_s * 2 ** (deaths - 1)))
+
+    async def end(self, within_s: float) -> None:
+        """Wait for the child to leave by itself, then kill it."""
+        self.ending = True
+        if self.child is None or self.child.process is None:
+            return
+        try:
+            await asyncio.wait_for(self.child.process.wait(), within_s)
+        except TimeoutError:
+            log.warning("%s did not end within %g s: killed", self.child.module, within_s)
+            self.child.kill()
+
+    async def _live(self, child: Child) -> str:
+        """The whole life of one child; returns why it ended."""
+        await child.start()
+        death = asyncio.create_task(child.wait())
+        try:
+            await asyncio.wait(
+                [death, child.ready], timeout=self._settings.start_timeout_s, return_when="FIRST_COMPLETED"
+            )
+            if death.done():
+                return f"exit status {death.result()} while starting"
+            if not child.ready.done():
+                return f"not ready after {self._settings.start_timeout_s:g} s"
+            await self._ready(child.ready.result())
+            while not death.done():
+                await asyncio.wait([death], timeout=LOOK_S)
+                if child.still_for() > self._settings.stall_s:
+                    return f"no progress for {self._settings.stall_s:g} s"
+            return f"exit status {death.result()}"
+        finally:
+            child.kill()
+            await death

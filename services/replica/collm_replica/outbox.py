@@ -1,0 +1,66 @@
+"""What an engine says, carried to the ingresses: one transaction a step with the acknowledgements it implies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from collm_common import messages, streams
+from collm_common.broker import patiently
+from collm_common.keys import Keys
+from collm_common.messages import Done, Failed, Replies, Reply
+from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
+from msgspec import Struct
+from redis.asyncio import Redis
+
+MAX_BACKLOG = 256
+PATIENCE_S = 60.0
+
+
+class Open(Struct, frozen=True):
+    """A request that is here: the entry to acknowledge and the ingress that waits."""
+
+    entry_id: str
+    ingress: str
+    attempt: int
+
+
+class Outbox:
+    """Bounded: an engine that outruns the broker waits in `put`."""
+
+    def __init__(self, redis: Redis, keys: Keys, replica: str) -> None:
+        self._redis, self._keys, self._subflow = redis, keys, keys.subflow(replica)
+        self._queue: asyncio.Queue[tuple[list[tuple[str, Reply]], list[str]]] = asyncio.Queue(MAX_BACKLOG)
+
+    async def put(self, replies: Sequence[tuple[Open, Reply]], forget: Sequence[str] = ()) -> None:
+        """Replies in order; final ones take their entry along. `forget`: entries that get no reply."""
+        if not replies and not forget:
+            return
+        done = [open_.entry_id for open_, reply in replies if isinstance(reply, Done | Failed)]
+        await self._queue.put(([(open_.ingress, reply) for open_, reply in replies], [*done, *forget]))
+
+    async def flushed(self) -> None:
+        """Wait until everything put so far is in Redis."""
+        await self._queue.join()
+
+    async def run(self) -> None:
+        """Send for ever. Raises BrokerError when the broker stays away: then the requests are re-dispatched anyway."""
+        while True:
+            replies, entry_ids = await self._queue.get()
+            await patiently(lambda r=replies, e=entry_ids: self._send(r, e), PATIENCE_S)
+            self._queue.task_done()
+
+    async def _send(self, replies: Sequence[tuple[str, Reply]], entry_ids: Sequence[str]) -> None:
+        by_ingress: dict[str, list[Reply]] = defaultdict(list)
+        for ingress, reply in replies:
+            by_ingress[ingress].append(reply)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for ingress, items in by_ingress.items():
+                key, data = self._keys.replies(ingress), messages.encode(Replies(items=tuple(items)))
+                pipe.xadd(key, streams.fields("replies", items[0].id, data), maxlen=REPLIES_MAXLEN, approximate=True)
+                pipe.pexpire(key, round(REPLIES_TTL_S * 1000))
+            if entry_ids:
+                pipe.xack(self._subflow, GROUP, *entry_ids)
+                pipe.xdel(self._subflow, *entry_ids)
+            await pipe.execute()

@@ -1,0 +1,117 @@
+"""How the cell sees this replica: registry entry, lease, readiness; requests go back while it cannot serve."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import msgspec
+from collm_common.broker import AWAY, patiently
+from collm_common.clock import Clock, ticks
+from collm_common.messages import ReplicaChanged
+from collm_common.registry import Registry
+from collm_common.requeue import give_up_subflow
+from collm_common.types import ReplicaInfo, ReplicaState
+from redis.asyncio import Redis
+
+from collm_replica.channel import Ready
+from collm_replica.settings import ReplicaSettings
+
+log = logging.getLogger(__name__)
+
+
+class Presence:
+    """Exists in Redis from the first real step of the inference process until `leave`."""
+
+    def __init__(self, settings: ReplicaSettings, redis: Redis, clock: Clock) -> None:
+        self._settings, self._redis, self._clock = settings, redis, clock
+        self._keys = settings.keys
+        self.registry = Registry(redis, self._keys)
+        self.info: ReplicaInfo | None = None
+
+    async def up(self, ready: Ready, data_url: str) -> None:
+        """The inference process works: a first entry, or the old one with a new incarnation."""
+        settings, first = self._settings, self.info is None
+        self.info = ReplicaInfo(
+            id=settings.id,
+            model=settings.served_name,
+            incarnation=uuid.uuid4().hex[:12],
+            state=ReplicaState.SERVING,
+            ready=True,
+            infer_batch_max=ready.infer_batch_max,
+            context_tokens=ready.context_tokens,
+            base_digest=ready.base_digest,
+            data_url=data_url,
+        )
+        await patiently(self._start_over if first else self._write, settings.start_timeout_s)
+        await self._announce("up", f"incarnation {self.info.incarnation}")
+
+    async def down(self, why: str) -> None:
+        """The inference process is gone: not ready, and what it had goes back to be served elsewhere."""
+        if self.info is None:
+            return
+        self.info = msgspec.structs.replace(self.info, ready=False)
+        id_ = self.info.id
+        await patiently(lambda: self.registry.update(id_, ready=False), self._settings.start_timeout_s)
+        await self._announce("restarting", why)
+        lost = await patiently(lambda: give_up_subflow(self._redis, self._keys, id_), self._settings.start_timeout_s)
+        log.warning("gave %d requests back", lost)
+
+    async def announce_finetune(self, why: str) -> None:
+        """The fine-tuning process is gone; serving goes on."""
+        await self._announce("finetune_restarting", why)
+
+    async def not_ready(self) -> None:
+        """Nothing new, please."""
+        if self.info is not None:
+            self.info = msgspec.structs.replace(self.info, ready=False)
+            await self.registry.update(self.info.id, ready=False)
+
+    async def leave(self) -> None:
+        """Give back what is left and remove the entry."""
+        if self.info is not None:
+            await give_up_subflow(self._redis, self._keys, self.info.id)
+            await self.registry.remove(self.info.id, "shut down", self._clock.now())
+            self.info = None
+
+    async def beat(self) -> None:
+        """Renew the lease for ever; rewrite an entry that the broker lost; keep an unready replica's subflow empty."""
+        async for _ in ticks(self._settings.lease_ttl_s / 4, self._clock):
+            if self.info is None:
+                continue
+            try:
+                await self._beat_once(self.info)
+            except AWAY as error:
+                log.warning("heartbeat: broker away: %s", error)
+
+    async def _beat_once(self, info: ReplicaInfo) -> None:
+        await self.registry.heartbeat(info.id, info.incarnation, self._settings.lease_ttl_s)
+        if not await self._redis.hexists(self._keys.replica(info.id), "state"):
+            log.warning("the registry entry was lost: written again")
+            await self._write()
+        if not info.ready:
+            await give_up_subflow(self._redis, self._keys, info.id)
+
+    async def _start_over(self) -> None:
+        """What an earlier life of this replica left behind says nothing about this one."""
+        id_ = self._settings.id
+        await give_up_subflow(self._redis, self._keys, id_)
+        if (known := (await self.registry.replicas()).get(id_)) is not None and known.state is not ReplicaState.SERVING:
+            now = self._clock.now()
+            await self.registry.transition(id_, known.state, ReplicaState.SERVING, "the replica started anew", now)
+        await self._write()
+
+    async def _write(self) -> None:
+        """A restart of the inference process leaves state, quality and job to the services that decide them."""
+        assert self.info is not None
+        info, id_ = self.info, self._settings.id
+        if id_ not in await self.registry.replicas():
+            await self.registry.register(info, self._settings.lease_ttl_s)
+            return
+        own = ("incarnation", "ready", "infer_batch_max", "context_tokens", "base_digest", "data_url", "model")
+        await self.registry.update(id_, **{name: getattr(info, name) for name in own})
+        await self.registry.heartbeat(id_, info.incarnation, self._settings.lease_ttl_s)
+
+    async def _announce(self, what: str, why: str) -> None:
+        event = ReplicaChanged(replica=self._settings.id, what=what, reason=why, time_s=self._clock.now())
+        await patiently(lambda: self.registry.announce(event, self._settings.id), self._settings.start_timeout_s)

@@ -1,0 +1,49 @@
+"""Settings of one replica (COLLM_REPLICA_*), read by the supervisor and both of its children."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from collm_common.settings import Common
+from collm_common.types import Count, Name, Positive
+from msgspec import Meta
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class ReplicaSettings(Common, frozen=True, kw_only=True):
+    """`model` is a local Hugging Face folder, a hub name or a GGUF file; `served_name` what clients call it."""
+
+    id: Name
+    model: str
+    served_name: Name
+    cache_dir: str = ".cache/models"
+    data_dir: str = "data"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    engine: Literal["torch", "fake"] = "torch"
+    fake_step_s: Annotated[float, Meta(ge=0)] = 0.01
+
+    max_batch: AtLeastOne = 8
+    max_waiting: AtLeastOne = 64
+    context_tokens: AtLeastOne = 1024
+    block_tokens: AtLeastOne = 16
+    kv_mb: AtLeastOne = 256
+    step_tokens: AtLeastOne = 256
+    slots: AtLeastOne = 4
+    max_rank: AtLeastOne = 16
+    threads: AtLeastOne = 1
+    finetune_nice: Annotated[int, Meta(ge=0, le=19)] = 10
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    advertise_host: str = ""
+    max_upload_mb: AtLeastOne = 64
+
+    report_s: Positive = 1.0
+    lease_ttl_s: Positive = 5.0
+    start_timeout_s: Positive = 600.0
+    stall_s: Positive = 120.0
+    drain_s: Positive = 30.0
+    restart_limit: Count = 10
+    restart_backoff_s: Positive = 0.5

@@ -1,0 +1,192 @@
+"""The supervisor of one replica: two children, the control stream that commands them, and the line between them.
+
+It loads no torch, so it survives what kills them, reports their deaths and gives their requests back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from collm_common import messages
+from collm_common.broker import AWAY, patiently, stop_all
+from collm_common.clock import Clock
+from collm_common.errors import MessageError
+from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TaskFailed, TrainRound
+from collm_common.streams import Tail
+from redis.asyncio import Redis
+
+from collm_replica.channel import (
+    AnyLocal,
+    Attach,
+    DigestReply,
+    DigestRequest,
+    Drain,
+    Finished,
+    Ready,
+    Snapshot,
+    Training,
+)
+from collm_replica.child import Child
+from collm_replica.data_endpoint import DataEndpoint
+from collm_replica.finetune.records import check_text
+from collm_replica.keeper import Keeper
+from collm_replica.presence import Presence
+from collm_replica.settings import ReplicaSettings
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Runs until `stop` is set, then drains. Raises ModelError when a child fails more often than allowed."""
+
+    def __init__(self, settings: ReplicaSettings, redis: Redis, clock: Clock) -> None:
+        self.settings, self.redis, self.clock = settings, redis, clock
+        self.presence = Presence(settings, redis, clock)
+        self.stop = asyncio.Event()
+        self._endpoint = DataEndpoint(Path(settings.data_dir), settings.max_upload_mb << 20, check_text, self.digest)
+        self._data_url = ""
+        self._weights_fd = os.memfd_create(f"collm-{settings.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._weights_ready = asyncio.Event()
+        self._weights = b""
+        self._inference = Keeper(settings, clock, self._spawn_inference, self._inference_ready, self._inference_died)
+        self._training = Keeper(settings, clock, self._spawn_training, self._training_ready, self._training_died)
+        self._tasks: dict[str, TrainRound | Aggregate | Evaluate] = {}
+        self._digests: list[asyncio.Future[str]] = []
+
+    async def run(self) -> None:
+        """On the way out every request is finished or given back, and the registry entry is gone."""
+        host = self.settings.advertise_host or self.settings.host
+        self._data_url = f"http://{host}:{await self._endpoint.start(self.settings.host, self.settings.port)}"
+        loops = [self.presence.beat(), self._control(), self._inference.run()]
+        if self.settings.engine == "torch":
+            loops.append(self._training.run())
+        tasks = [asyncio.create_task(loop) for loop in loops]
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if stopped in done:
+                await self._drain()
+            for task in done:
+                task.result()
+        finally:
+            stopped.cancel()
+            for keeper in (self._training, self._inference):
+                await keeper.end(within_s=0)
+            await self.presence.leave()
+            await stop_all(*tasks)
+            await self._endpoint.close()
+            os.close(self._weights_fd)
+
+    async def digest(self) -> str:
+        """A fresh hash of the base weights, from the process that serves them."""
+        reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._digests.append(reply)
+        await self._inference.send(DigestRequest())
+        return await asyncio.wait_for(reply, self.settings.start_timeout_s)
+
+    async def _drain(self) -> None:
+        await self.presence.not_ready()
+        self._training.ending = self._inference.ending = True
+        await self._inference.send(Drain())
+        await self._inference.end(self.settings.drain_s)
+
+    # --- commands from Redis
+
+    async def _control(self) -> None:
+        tail = Tail(self.redis, self.settings.keys.control(self.settings.id))
+        await patiently(tail.start, self.settings.start_timeout_s)
+        while True:
+            try:
+                entries = await tail.read(count=256)
+            except AWAY as error:
+                log.warning("control: broker away: %s", error)
+                await self.clock.sleep(0.5)
+                continue
+            for entry in entries:
+                try:
+                    await self._route(messages.decode(entry.data))
+                except MessageError as error:
+                    log.error("dropping control entry %s: %s", entry.entry_id, error)
+
+    async def _route(self, message: messages.AnyMessage) -> None:
+        if isinstance(message, TrainRound | Aggregate | Evaluate):
+            self._tasks[messages.kind(message)] = message
+        match message:
+            case Cancel() | LoadAdapter():
+                await self._inference.send(message)
+            case Configure():
+                await self._inference.send(message)
+                await self._training.send(message)
+            case (
+                TrainRound()
+                | Aggregate()
+                | Evaluate()
+                | messages.PauseTraining()
+                | messages.ResumeTraining()
+                | messages.StopTraining()
+            ):
+                await self._training.send(message)
+            case _:
+                raise MessageError(f"{messages.kind(message)} is no command for a replica")
+
+    # --- the inference process
+
+    async def _spawn_inference(self) -> Child:
+        return Child("collm_replica.inference", [self._weights_fd], self._from_inference, self.clock)
+
+    async def _inference_ready(self, ready: Ready) -> None:
+        self._weights = ready.weights
+        self._weights_ready.set()
+        await self.presence.up(ready, self._data_url)
+
+    async def _inference_died(self, why: str) -> None:
+        if self._weights:
+            # Device memory died with its owner: whoever had it mapped must start anew.
+            self._weights_ready.clear()
+            if self._training.child is not None:
+                self._training.child.kill()
+        await self.presence.down(why)
+
+    async def _from_inference(self, message: AnyLocal) -> None:
+        if isinstance(message, DigestReply):
+            for waiting in self._digests:
+                if not waiting.done():
+                    waiting.set_result(message.digest)
+            self._digests.clear()
+
+    # --- the fine-tuning process
+
+    async def _spawn_training(self) -> Child:
+        await self._weights_ready.wait()
+        fds, attach = [self._weights_fd], Attach(weights=self._weights)
+        return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach)
+
+    async def _training_ready(self, _: Ready) -> None:
+        log.info("the fine-tuning process is ready")
+
+    async def _training_died(self, why: str) -> None:
+        await self._inference.send(Training(batch=0))
+        await self.presence.announce_finetune(why)
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            failed = TaskFailed(
+                job=task.job,
+                round=task.round,
+                replica=self.settings.id,
+                task=messages.kind(task),
+                reason=f"the fine-tuning process died: {why}",
+                time_s=self.clock.now(),
+            )
+            await patiently(lambda event=failed: self.presence.registry.announce(event, event.job), 60.0)
+
+    async def _from_training(self, message: AnyLocal) -> None:
+        match message:
+            case Snapshot() | Training():
+                await self._inference.send(message)
+            case Finished():
+                self._tasks.pop(message.task, None)
+            case _:
+                pass
