@@ -83,7 +83,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    return AutoModelForCausalLM.from_pretrained(folder).train(False)
 
 
 def make_engine(folder: Path, config: EngineConfig = CONFIG) -> Engine:
@@ -100,8 +100,8 @@ def with_adapter(folder: Path, tensors: dict[str, torch.Tensor], rank: int, alph
     modules = sorted({name.split(".")[-3] for name in tensors})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT still reads an attribute that transformers renamed
-        model = get_peft_model(load(folder), LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules))
-    outcome = set_peft_model_state_dict(model, tensors)
+        model = get_peft_model(load(folder), LoraConfig(r=rank, lora_alpha=int(alpha), target_modules=modules))
+    outcome: Any = set_peft_model_state_dict(model, tensors)
     assert not outcome.unexpected_keys
     return model.eval()
 

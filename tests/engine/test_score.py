@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from collm_common.errors import InvalidRequest, UnknownModel
@@ -46,7 +47,10 @@ def test_references_of_answered_requests_are_scored(folders: Folders, step_token
     answers = drain(engine, steps=7)
     publish(engine, AdapterRef("a", "2"), new, 4, 8.0)
     drain(engine, answers)
-    models = {A: with_adapter(folder, old, 4, 8.0), AdapterRef("a", "2"): with_adapter(folder, new, 4, 8.0)}
+    models: dict[AdapterRef | None, Any] = {
+        A: with_adapter(folder, old, 4, 8.0),
+        AdapterRef("a", "2"): with_adapter(folder, new, 4, 8.0),
+    }
     assert answers["0"].adapters == {A}
     for i, (prompt, reference) in enumerate(zip(texts, references, strict=True)):
         answer = answers[str(i)]

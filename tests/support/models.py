@@ -23,6 +23,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_AUTO_MODEL: Any = AutoModelForCausalLM
+_FAST_TOKENIZER: Any = PreTrainedTokenizerFast
 _CONFIGS: dict[str, type[Any]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -52,7 +54,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(special, special=True, normalized=False) for special in SPECIALS])
-    wrapped = PreTrainedTokenizerFast(
+    wrapped: PreTrainedTokenizerFast = _FAST_TOKENIZER(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|pad|>",
@@ -67,7 +69,7 @@ def tiny_model_folder(path: Path, family: str, *, seed: int = 0, **overrides: An
     config = _CONFIGS[family](**(_SHAPE | ({"head_dim": 16} if family == "qwen3" else {}) | overrides))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = _AUTO_MODEL.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
@@ -85,7 +87,7 @@ def random_adapter(
     B is drawn so that the update alpha / rank * B A is about as large as the base weights.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
+        model = _AUTO_MODEL.from_config(AutoConfig.from_pretrained(model_folder))
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
