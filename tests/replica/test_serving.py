@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import msgspec
 from collm_common import blobs, messages, streams
@@ -109,7 +110,7 @@ async def test_a_request_keeps_the_version_it_was_admitted_with(redis: Redis, ke
         await send(redis, keys, request("new", adapter="desk"))
         await send(redis, keys, request("pinned", adapter="desk", version="1"))
         for id_ in ("old", "new", "pinned"):
-            await eventually(lambda id_=id_: _is_done(redis, keys, id_))
+            await eventually(partial(_is_done, redis, keys, id_))
     said = [reply for reply in await replies(redis, keys) if isinstance(reply, Delta)]
     versions = {id_: {str(reply.adapter) for reply in said if reply.id == id_} for id_ in ("old", "new", "pinned")}
     assert versions == {"old": {"desk@v1"}, "new": {"desk@v2"}, "pinned": {"desk@v1"}}
@@ -131,7 +132,7 @@ async def test_an_old_version_is_fetched_for_who_pins_it(redis: Redis, keys: Key
     async with serving(redis, settings(slots=2)) as running:
         for number in range(3):
             await send(redis, keys, request(f"q{number}", adapter="desk", version="1"))
-            await eventually(lambda number=number: _is_done(redis, keys, f"q{number}"))
+            await eventually(partial(_is_done, redis, keys, f"q{number}"))
         assert running.engine.versions == {"desk": AdapterRef("desk", "2")}
     assert {str(reply.adapter) for reply in await replies(redis, keys) if isinstance(reply, Delta)} == {"desk@v1"}
 

@@ -18,5 +18,12 @@ async def eventually(condition: Callable[[], object | Awaitable[object]], within
         if value:
             return
         if time.monotonic() > deadline:
-            raise AssertionError(f"not true within {within_s:g} s: {inspect.getsource(condition).strip()}")
+            raise AssertionError(f"not true within {within_s:g} s: {_source(condition)}")
         await asyncio.sleep(0.01)
+
+
+def _source(condition: Callable[[], object]) -> str:
+    try:
+        return inspect.getsource(condition).strip()
+    except TypeError:
+        return repr(condition)

@@ -59,7 +59,7 @@ class Keeper:
     async def end(self, within_s: float) -> None:
         """Wait for the child to leave by itself, then kill it."""
         self.ending = True
-        if self.child is None or self.child.process is None:
+        if self.child is None or self.child.process is None or self.child.process.returncode is not None:
             return
         try:
             await asyncio.wait_for(self.child.process.wait(), within_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from collm_common import messages
@@ -76,9 +77,9 @@ class Supervisor:
             for keeper in (self._training, self._inference):
                 await keeper.end(within_s=0)
             await self.presence.leave()
-            await stop_all(*tasks)
             await self._endpoint.close()
             os.close(self._weights_fd)
+            await stop_all(*tasks)
 
     async def digest(self) -> str:
         """A fresh hash of the base weights, from the process that serves them."""
@@ -180,7 +181,7 @@ class Supervisor:
                 reason=f"the fine-tuning process died: {why}",
                 time_s=self.clock.now(),
             )
-            await patiently(lambda event=failed: self.presence.registry.announce(event, event.job), 60.0)
+            await patiently(partial(self.presence.registry.announce, failed, task.job), 60.0)
 
     async def _from_training(self, message: AnyLocal) -> None:
         match message:

