@@ -1,0 +1,198 @@
+"""The local stack with a real embedded broker and trivial services: up, crash, down, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from collm_common.broker import connection
+from collm_common.errors import BrokerError, ModelError, SettingsError
+from collm_tools.commands.up import welcome
+from collm_tools.stack.model import resolve_model, served_name
+from collm_tools.stack.options import StackOptions, service_specs
+from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
+from collm_tools.stack.stack import Stack
+
+from tests.support.waiting import eventually
+
+QUICK = RestartPolicy(limit=2, backoff_s=0.01)
+# Notes its own process and that of a child which would outlive it.
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(sys.argv[1], "a") as file:
+    print(os.getpid(), child.pid, file=file, flush=True)
+time.sleep(600)
+"""
+STUBBORN = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").write("1")
+signal.pause()
+"""
+KILLED_STACK = """
+import asyncio, sys
+from pathlib import Path
+from collm_tools.stack.options import StackOptions
+from collm_tools.stack.service import Spec
+from collm_tools.stack.stack import Stack
+async def main():
+    options = StackOptions("m", "m", Path(sys.argv[1]))
+    spec = Spec("child", [sys.executable, "-c", "import time; time.sleep(600)"])
+    async with Stack(options, specs=lambda url: [spec]) as stack:
+        processes = [stack.broker.process, *(service.process for service in stack.services)]
+        print(*(process.pid for process in processes), flush=True)
+        await stack.run()
+asyncio.run(main())
+"""
+
+
+def script(name: str, code: str, *arguments: str) -> Spec:
+    return Spec(name, [sys.executable, "-c", code, *arguments])
+
+
+def started(path: Path) -> list[tuple[int, ...]]:
+    """Processes that PARENT noted, one pair a start."""
+    return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def options(tmp_path: Path, **changes: object) -> StackOptions:
+    return StackOptions(**({"model": "m", "served_name": "m", "run_dir": tmp_path / "run", "grace_s": 5.0} | changes))  # type: ignore[arg-type]
+
+
+async def test_nothing_is_left_after_the_stack(tmp_path: Path) -> None:
+    """Catches children of services, and the broker, living on."""
+    note = tmp_path / "note"
+    async with Stack(options(tmp_path), specs=lambda url: [script("a", PARENT, str(note))]) as stack:
+        await eventually(lambda: started(note))
+        assert stack.broker is not None
+        assert stack.broker.process is not None
+        pids = [*started(note)[0], stack.broker.process.pid]
+        assert all(alive(pid) for pid in pids)
+    await eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+async def test_the_broker_keeps_what_it_is_told(tmp_path: Path) -> None:
+    """Catches a broker that evicts streams or forgets them when it restarts."""
+    async with Stack(options(tmp_path), specs=lambda url: []) as stack, connection(stack.redis_url) as redis:
+        config = await redis.config_get("*")
+        found = {name: config[name] for name in ("appendonly", "appendfsync", "maxmemory-policy")}
+        assert found == {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
+
+
+async def test_a_killed_service_comes_back_without_its_old_children(tmp_path: Path) -> None:
+    """Catches a restart beside the leftovers of the first life."""
+    note, said = tmp_path / "note", list[str]()
+    specs = [script("a", PARENT, str(note))]
+    async with Stack(options(tmp_path), said.append, QUICK, lambda url: specs):
+        await eventually(lambda: len(started(note)) == 1)
+        first, child = started(note)[0]
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: len(started(note)) == 2)
+        await eventually(lambda: not alive(child))
+    assert any("a ended with -9; starting it again" in line for line in said)
+
+
+async def test_a_service_that_keeps_crashing_ends_the_stack_with_its_last_words(tmp_path: Path) -> None:
+    """Catches endless restarts, and an error without its cause."""
+    specs = [script("bad", "import sys; sys.exit('no such device')")]
+    async with Stack(options(tmp_path), restarts=QUICK, specs=lambda url: specs) as stack:
+        with pytest.raises(ServiceError, match="bad ended with 1 after 2 restarts") as caught:
+            await stack.run()
+    assert "no such device" in str(caught.value)
+
+
+async def test_a_service_deaf_to_terminate_is_killed(tmp_path: Path) -> None:
+    """Catches a stop that hangs."""
+    mark, said = tmp_path / "mark", list[str]()
+    specs = [script("deaf", STUBBORN, str(mark))]
+    async with Stack(options(tmp_path, grace_s=0.1), said.append, specs=lambda url: specs):
+        await eventually(mark.exists)
+    assert said[-1].startswith("deaf did not end within 0.1 s")
+
+
+async def test_services_die_with_a_stack_that_is_killed(tmp_path: Path) -> None:
+    """Catches orphans after kill -9 of `collm up` itself."""
+    command = [sys.executable, "-c", KILLED_STACK, str(tmp_path)]
+    stack = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert stack.stdout is not None
+    pids = [int(word) for word in (await stack.stdout.readline()).split()]
+    stack.kill()
+    await stack.wait()
+    assert len(pids) == 2
+    await eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+async def test_an_unready_stack_says_what_is_missing_and_stops(tmp_path: Path) -> None:
+    """Catches waiting for ever for a replica that never comes."""
+    async with Stack(options(tmp_path, ready_s=0.1, replicas=2), specs=lambda url: []) as stack:
+        with pytest.raises(ServiceError, match=r"not ready within 0\.1 s: 0 of 2 replicas"):
+            await stack.wait_ready()
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:9/0", "http://127.0.0.1:9"])
+async def test_a_broker_that_is_not_there_is_named(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback for a wrong --redis."""
+    monkeypatch.setattr("collm_tools.stack.stack.BROKER_START_S", 0.1)
+    with pytest.raises(BrokerError, match="127"):
+        async with Stack(options(tmp_path, redis_url=url), specs=lambda url: []):
+            raise AssertionError
+
+
+async def test_an_unreadable_model_is_refused_by_name(tmp_path: Path) -> None:
+    """Catches a model error lost in a subprocess."""
+    with pytest.raises(ModelError, match="nowhere"):
+        await resolve_model(str(tmp_path / "nowhere"), tmp_path / "cache", 60.0)
+
+
+async def test_a_service_is_cut_off_from_foreign_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stray COLLM_ variable of the caller stopping every service."""
+    monkeypatch.setenv("COLLM_STRAY", "1")
+    code = "import os; print(sorted(k for k in os.environ if k.startswith('COLLM_')))"
+    service = Service(Spec("env", [sys.executable, "-c", code], {"COLLM_X": "1"}), tmp_path / "log")
+    await service.start()
+    assert service.process is not None
+    await service.process.wait()
+    assert service.tail().strip() == "['COLLM_X']"
+
+
+def test_each_replica_has_its_own_name_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches replicas sharing private data, and the caller's settings not passed on."""
+    monkeypatch.setenv("COLLM_REPLICA_MAX_BATCH", "3")
+    specs = service_specs(options(tmp_path), Path("/model"), "redis://b", 80)
+    replicas = [spec.env for spec in specs if spec.name.startswith("replica")]
+    assert [env["COLLM_REPLICA_ID"] for env in replicas] == ["r1", "r2", "r3"]
+    assert len({env["COLLM_REPLICA_DATA_DIR"] for env in replicas}) == 3
+    assert {env["COLLM_REPLICA_MAX_BATCH"] for env in replicas} == {"3"}
+    assert all(spec.env["COLLM_REDIS_URL"] == "redis://b" for spec in specs)
+
+
+def test_data_folders_must_match_the_replicas(tmp_path: Path) -> None:
+    """Catches a replica left without data."""
+    with pytest.raises(SettingsError, match="1 folders for 3 replicas"):
+        options(tmp_path, data_dirs=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("org/Model-1", "Model-1"), ("/x/a b.Q4_1.gguf", "a-b.Q4_1"), ("…", "model")]
+)
+def test_the_served_name_is_a_valid_name(model: str, name: str) -> None:
+    """Catches a file name that no service accepts."""
+    assert served_name(model) == name
+
+
+def test_the_welcome_names_what_to_try(tmp_path: Path) -> None:
+    """Catches a first command that points elsewhere."""
+    stack = Stack(options(tmp_path, port=8123, redis_port=6400))
+    assert "http://127.0.0.1:8123/v1/chat/completions" in welcome(stack)
+    assert "redis-cli -p 6400" in welcome(stack)

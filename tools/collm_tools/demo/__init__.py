@@ -1,0 +1,1 @@
+"""The demo: a help-desk corpus, a bursty script, a recorder and its report."""

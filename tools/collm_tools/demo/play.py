@@ -1,0 +1,118 @@
+"""Plays the demo against a stack that is up: score, burst, lull, burst, score again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import aiohttp
+from collm_common.errors import CollmError
+from collm_common.keys import Keys
+from collm_common.messages import JobChanged
+from collm_common.registry import Registry
+from msgspec import Struct, structs
+from redis.asyncio import Redis
+
+from collm_tools.demo import plan
+from collm_tools.demo.corpus import Corpus
+from collm_tools.demo.recorder import Recorder
+from collm_tools.demo.report import CrossEntropy, Report, build, unchanged
+from collm_tools.load import metrics
+from collm_tools.load.client import RequestRecord, Target
+from collm_tools.load.prompts import Prompt
+from collm_tools.load.runner import Offer, run_load
+
+DIGEST_TIMEOUT_S = 120.0
+HELDOUT_GAP_S = 0.5
+
+
+class Played(Struct, frozen=True):
+    """What came of it: the report, and the records of the load from `start_s` (Unix seconds) on."""
+
+    report: Report
+    start_s: float
+    records: list[RequestRecord]
+    heldout: list[RequestRecord]
+
+
+class Play:
+    """One performance. `say` gets one line a scene, `on_done` every record of the load."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        recorder: Recorder,
+        target: Target,
+        say: Callable[[str], None],
+        on_done: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
+        self.redis, self.keys, self.recorder, self.target = redis, keys, recorder, target
+        self._say, self._on_done = say, on_done
+
+    async def perform(self, offers: Sequence[Offer], texts: Corpus) -> Played:
+        """From the first digest to the last score."""
+        begun_s = time.monotonic()
+        digests = await fresh_digests(self.redis, self.keys)
+        self._say(f"scoring {len(texts.heldout)} held-out answers before anything was learnt")
+        before = await self.score(texts.heldout)
+        self._say(f"held-out cross-entropy {_shown(before)}; now {len(offers)} requests arrive")
+        start_s = time.time()
+        records = await run_load(offers, self.target, on_done=self._on_done)
+        await self.settle()
+        self._say("scoring the same held-out answers again")
+        after = await self.score(texts.heldout)
+        self._say(f"held-out cross-entropy {_shown(before)} -> {_shown(after)}; checking the base weights")
+        quality = CrossEntropy(metrics.cross_entropy(before), metrics.cross_entropy(after), len(texts.heldout))
+        same = unchanged(digests, await fresh_digests(self.redis, self.keys))
+        load = metrics.summarize(records, self.target.slo, max(metrics.duration_s(records), offers[-1].at_s))
+        took_s = time.monotonic() - begun_s
+        report = build(load, self.recorder.events, self.recorder.reports, quality, same, took_s)
+        return Played(report=report, start_s=start_s, records=records, heldout=[*before, *after])
+
+    async def score(self, heldout: Sequence[Prompt]) -> list[RequestRecord]:
+        """Cross-entropy of every held-out answer under what is served now. Raises CollmError if one is missing."""
+        offers = [Offer(index * HELDOUT_GAP_S, prompt, plan.HELDOUT_MAX_TOKENS) for index, prompt in enumerate(heldout)]
+        records = await run_load(offers, structs.replace(self.target, cancel_after_s=None))
+        missing = [record for record in records if record.cross_entropy is None]
+        if missing:
+            raise CollmError(f"{len(missing)} of {len(records)} held-out answers were not scored: {missing[0].error}")
+        return records
+
+    async def settle(self) -> None:
+        """Until no federated job runs, at most JOB_PATIENCE_S."""
+        if running_jobs(self.recorder):
+            self._say("waiting for the running job to end")
+            await self.recorder.until(lambda: not running_jobs(self.recorder), plan.JOB_PATIENCE_S)
+
+
+def running_jobs(recorder: Recorder) -> set[str]:
+    """Jobs whose last event is not their end."""
+    last = {event.job: event.status for event in recorder.events if isinstance(event, JobChanged)}
+    return {job for job, status in last.items() if status not in ENDED}
+
+
+ENDED = frozenset({"succeeded", "failed", "cancelled", "aborted", "finished", "ended", "done"})
+
+
+async def fresh_digests(redis: Redis, keys: Keys) -> Mapping[str, str]:
+    """Each replica's hash of its base weights, computed now by the process that serves them."""
+    infos = await Registry(redis, keys).replicas()
+    timeout = aiohttp.ClientTimeout(total=DIGEST_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+
+        async def one(url: str) -> str:
+            try:
+                async with session.get(f"{url}/digest") as response:
+                    return str((await response.json())["digest"])
+            except (aiohttp.ClientError, OSError, TimeoutError, KeyError) as error:
+                raise CollmError(f"no digest of the base weights from {url}: {error}") from error
+
+        found = await asyncio.gather(*(one(info.data_url) for info in infos.values()))
+    return dict(zip(infos, found, strict=True))
+
+
+def _shown(records: Sequence[RequestRecord]) -> str:
+    value = metrics.cross_entropy(records)
+    return "unknown" if value is None else f"{value:.3f}"

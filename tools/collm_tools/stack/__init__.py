@@ -1,0 +1,1 @@
+"""The local stack: broker, services, and their life and death."""

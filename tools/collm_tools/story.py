@@ -1,0 +1,27 @@
+"""Events as lines that a person reads."""
+
+from __future__ import annotations
+
+import msgspec
+from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged, kind
+
+HIDDEN = ("kind", "schema", "time_s")
+
+
+def event_line(event: Event) -> str:
+    """The main ones in words, any other as its fields."""
+    match event:
+        case StateChanged():
+            return f"{event.replica}: {event.before} -> {event.after} ({event.reason})"
+        case ReplicaChanged():
+            return f"{event.replica}: {event.what} ({event.reason})"
+        case JobChanged():
+            return f"job {event.job}: {event.status}, round {event.round} ({event.reason})"
+        case Aggregated():
+            return f"job {event.job}: round {event.round} aggregated into {event.adapter}@v{event.version}"
+        case AdapterPublished():
+            known = event.before is not None and event.after is not None
+            told = f" (held-out {event.before:.3f} -> {event.after:.3f})" if known else ""
+            return f"{event.name}@v{event.version} published{told}"
+    fields = {name: value for name, value in msgspec.to_builtins(event).items() if name not in HIDDEN}
+    return " ".join((kind(event), *(f"{name}={value}" for name, value in fields.items())))
