@@ -24,7 +24,7 @@ from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
 from collm_replica.channel import Alive, Channel, DigestReply, DigestRequest, Drain, Ready, Snapshot, Training
 from collm_replica.child import die_with_parent
 from collm_replica.engine.config import EngineConfig
-from collm_replica.engine.protocol import InferenceEngine
+from collm_replica.engine.protocol import InferenceEngine, Tensors
 from collm_replica.serving import Serving
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import CpuUtilisation, Utilisation
@@ -42,7 +42,7 @@ class Loadout(Struct):
     digest: Callable[[], str]
     export: bytes
     decode: Decode
-    read_file: Callable[[Path], dict[str, object]]
+    read_file: Callable[[Path], Tensors]
 
 
 def engine_config(settings: ReplicaSettings) -> EngineConfig:
@@ -100,7 +100,7 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
                 path = Path(message.path)
                 tensors = await asyncio.to_thread(loadout.read_file, path)
                 path.unlink(missing_ok=True)
-                serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))  # type: ignore[arg-type]
+                serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
             case DigestRequest():
                 await channel.send(DigestReply(digest=await asyncio.to_thread(loadout.digest)))
             case Drain():

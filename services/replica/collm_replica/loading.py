@@ -1,0 +1,51 @@
+"""From settings to an engine over the shared weights."""
+
+from __future__ import annotations
+
+import torch
+
+from collm_replica import adapters, weights
+from collm_replica.engine.engine import Engine
+from collm_replica.inference import Loadout, engine_config
+from collm_replica.models import load_tokenizer, resolve, skeleton
+from collm_replica.settings import ReplicaSettings
+from collm_replica.telemetry import utilisation_of
+
+
+def device_of(settings: ReplicaSettings) -> str:
+    """`cuda` or `cpu`."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(settings: ReplicaSettings) -> torch.dtype:
+    """bfloat16 on a GPU and float32 on a CPU, unless set."""
+    name = settings.dtype
+    if name == "auto":
+        name = "bfloat16" if device_of(settings) == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
+    """Fill the shared buffer if it is empty, and build the engine on it. Raises ModelError."""
+    torch.set_num_threads(settings.threads)
+    folder, dtype, device = resolve(settings.model, settings.cache_dir), dtype_of(settings), device_of(settings)
+    if device == "cpu":
+        weights.fill(weights_fd, folder, dtype)
+        views, _ = weights.attach(weights_fd)
+        export = b""
+    else:
+        owner = weights.DeviceWeights(folder, dtype)
+        views, export = owner.views, owner.export()
+    model = weights.assemble(skeleton(folder, dtype), views)
+    engine = Engine(model, load_tokenizer(folder), engine_config(settings))
+    return Loadout(
+        engine=engine,
+        utilisation=utilisation_of(device),
+        digest=lambda: weights.digest(views),
+        export=export,
+        decode=adapters.decode,
+        read_file=adapters.read_file,
+    )

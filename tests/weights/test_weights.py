@@ -1,0 +1,139 @@
+"""The flat buffer: right values, right neighbours, sealed, and found complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from collm_common.errors import ModelError
+from collm_replica import weights
+from collm_replica.models import resolve, skeleton
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.models import FAMILIES, tiny_model_folder
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    made = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    yield made
+    os.close(made)
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train(False)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_the_buffer_computes_what_the_ordinary_one_does(
+    family: str, tied: bool, fd: int, tmp_path: Path
+) -> None:
+    """A weight at a wrong offset, a tied head left on meta, or rotary buffers that were never made."""
+    folder = tiny_model_folder(tmp_path, family, tie_word_embeddings=tied)
+    weights.fill(fd, folder, torch.float32)
+    views, _ = weights.attach(fd)
+    model = weights.assemble(skeleton(folder, torch.float32), views)
+    ids = torch.randint(0, 200, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, reference(folder)(input_ids=ids).logits)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is tied
+
+
+def test_fused_groups_are_neighbours(tmp_path: Path) -> None:
+    """A fused matrix product that would read padding between q, k and v."""
+    manifest = weights.plan(tiny_model_folder(tmp_path, "qwen2"), torch.bfloat16)
+    for layer in range(2):
+        for group in (("q", "k", "v"), ("gate", "up")):
+            names = [name for name in manifest.places if f"layers.{layer}." in name and name.endswith("proj.weight")]
+            places = [manifest.places[next(n for n in names if f".{part}_proj." in n)] for part in group]
+            ends = [place.offset + place.shape[0] * place.shape[1] * 2 for place in places]
+            assert [place.offset for place in places[1:]] == ends[:-1]
+    assert all(place.offset % 2 == 0 for place in manifest.places.values())
+
+
+def test_a_sealed_buffer_takes_no_write_from_anyone(fd: int, tmp_path: Path) -> None:
+    """Base weights that any process could change, its owner included."""
+    weights.fill(fd, tiny_model_folder(tmp_path, "llama"), torch.float32)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", weights.HEADER_BYTES)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+
+
+def test_a_write_to_mapped_weights_is_a_segmentation_fault(fd: int, tmp_path: Path) -> None:
+    """A trainer that changes the weights that serve."""
+    weights.fill(fd, tiny_model_folder(tmp_path, "llama"), torch.float32)
+    code = "import sys; from collm_replica import weights; v, _ = weights.attach(int(sys.argv[1]))\n"
+    code += "t = next(iter(v.values())); print(float(t.sum()), flush=True); t.add_(1); print('wrote')"
+    result = subprocess.run([sys.executable, "-c", code, str(fd)], pass_fds=[fd], capture_output=True, check=False)
+    assert result.returncode == -signal.SIGSEGV, result.stderr.decode()
+    assert b"wrote" not in result.stdout
+    assert result.stdout
+
+
+def test_a_half_filled_buffer_is_filled_again(fd: int, tmp_path: Path) -> None:
+    """Weights of zeros served because a process was killed while it loaded them."""
+    folder = tiny_model_folder(tmp_path, "llama")
+    os.ftruncate(fd, weights.HEADER_BYTES + 100)
+    with pytest.raises(ModelError, match="not complete"):
+        weights.attach(fd)
+    weights.fill(fd, folder, torch.float32)
+    before = weights.digest(weights.attach(fd)[0])
+    weights.fill(fd, folder, torch.float32)
+    assert weights.digest(weights.attach(fd)[0]) == before
+
+
+def test_the_digest_names_the_weights(tmp_path: Path) -> None:
+    """Two bases that count as one, or one that counts as two."""
+    digests: list[str] = []
+    for seed in (0, 0, 1):
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        weights.fill(fd, tiny_model_folder(tmp_path / str(len(digests)), "llama", seed=seed), torch.float32)
+        digests.append(weights.digest(weights.attach(fd)[0]))
+        os.close(fd)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_missing_weight_is_named(fd: int, tmp_path: Path) -> None:
+    """A model that serves random numbers for a tensor its files do not have."""
+    folder = tiny_model_folder(tmp_path, "llama")
+    weights.fill(fd, folder, torch.float32)
+    views, _ = weights.attach(fd)
+    del views["model.norm.weight"]
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        weights.assemble(skeleton(folder, torch.float32), views)
+    with pytest.raises(ModelError, match=r"other\.weight"):
+        weights.assemble(skeleton(folder, torch.float32), {**views, "other.weight": torch.zeros(1)})
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
+    """A start that fails deep inside a library, with no word about the model."""
+    (tmp_path / "file.bin").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    for name, why in (
+        ("file.bin", "neither a folder nor"),
+        ("none.gguf", "does not exist"),
+        ("empty", r"config\.json"),
+        ("other", "GPT2LMHeadModel is not served"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            resolve(str(tmp_path / name), str(tmp_path))
+    with pytest.raises(ModelError, match="hub"):
+        resolve("nobody/nothing-at-all", str(tmp_path))
+    folder = tiny_model_folder(tmp_path / "model", "llama")
+    assert resolve(str(folder), str(tmp_path)) == folder
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no safetensors"):
+        weights.plan(folder, torch.float32)
