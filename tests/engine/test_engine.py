@@ -12,11 +12,12 @@ from collm_common.errors import AdapterError, InvalidRequest, ModelError, Overlo
 from collm_common.types import AdapterRef
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.engine import Engine
+from collm_replica.engine.sampler import Draw
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from tests.engine.conftest import Folders
-from tests.engine.harness import CONFIG, Answer, drain, load, make_engine, prompts, publish, request
-from tests.support.models import EOS_ID, byte_tokenizer, random_adapter
+from tests.engine.harness import CONFIG, Answer, drain, generate, load, make_engine, prompts, publish, request
+from tests.support.models import EOS_ID, VOCAB, byte_tokenizer, random_adapter
 
 A = AdapterRef("a", "1")
 SAMPLED: dict[str, Any] = {"temperature": 1.3, "top_p": 0.95}
@@ -38,6 +39,18 @@ def test_sampling_does_not_depend_on_the_batch(folders: Folders, engine: Engine)
         other.add(request(str(i), prompt, 20, seed=i, **SAMPLED))
         alone = drain(other)
         assert alone[str(i)].tokens == together[str(i)].tokens
+
+
+@pytest.mark.parametrize("prefix", [(), (3, 1, 4)])
+def test_each_token_has_its_own_draw(folders: Folders, prefix: tuple[int, ...]) -> None:
+    """Catches one random number used for all tokens of an answer, or counted from the wrong place."""
+    model = load(folders("llama"))
+    torch.nn.init.zeros_(model.lm_head.weight)
+    engine = Engine(model, byte_tokenizer(), CONFIG)
+    asked = request("flat", [1, 2, 3], 20, temperature=1.0, seed=5, prefix=prefix)
+    engine.add(asked)
+    wanted = [int(Draw(asked.sampling, at).uniform * VOCAB) for at in range(len(prefix), 20)]
+    assert drain(engine)["flat"].tokens == wanted
 
 
 @pytest.mark.parametrize("seen", [1, 9, 19])
@@ -225,6 +238,23 @@ def test_a_broken_sequence_fails_alone_and_leaves_no_trace(folders: Folders, eng
     engine.add(request("later", other))
     assert drain(engine)["later"].tokens == answers["fine"].tokens
     assert len(answers["fine"].tokens) == 12
+
+
+def test_a_broken_prompt_does_not_reach_its_neighbours(folders: Folders) -> None:
+    """Catches block tables padded with a block that somebody owns: what is not finite there is not masked by zero."""
+    folder = folders("llama")
+    engine = make_engine(folder, replace(CONFIG, step_tokens=12))
+    publish(engine, A, {name: t * 1e30 for name, t in random_adapter(folder, 4, 8.0).items()}, 4, 8.0)
+    gone, long, short, broken = prompts(4, 10, 5, 40)
+    for name, prompt in (("gone", gone), ("long", long), ("short", short)):
+        engine.add(request(name, prompt, 20))
+    answers = drain(engine, steps=4)
+    engine.cancel("gone")
+    engine.add(request("broken", broken, adapter="a"))
+    drain(engine, answers)
+    assert answers["broken"].failed is not None
+    model = load(folder)
+    assert [answers[n].tokens for n in ("long", "short")] == [generate(model, p, 20) for p in (long, short)]
 
 
 def test_a_score_that_breaks_takes_no_answer_back(folders: Folders, engine: Engine) -> None:

@@ -63,6 +63,21 @@ def test_references_of_answered_requests_are_scored(folders: Folders, step_token
         assert answer.done.quality.cross_entropy == pytest.approx(wanted, abs=1e-4)
 
 
+def test_a_score_begins_anew_after_preemption(folders: Folders) -> None:
+    """Catches tokens counted twice when a sequence is thrown out in the middle of its reference."""
+    folder = folders("llama")
+    engine = make_engine(folder, replace(CONFIG, step_tokens=8, kv_bytes=64 * 512, context_tokens=60))
+    texts, reference = prompts(12, 13), prompts(45, seed=1)[0]
+    engine.add(request("older", texts[0], 40))
+    engine.add(request("scored", texts[1], 1, reference=tuple(reference)))
+    done = drain(engine)["scored"].done
+    assert engine.preemptions > 0
+    assert done is not None
+    assert done.quality is not None
+    assert done.quality.tokens == len(reference)
+    assert done.quality.cross_entropy == pytest.approx(loss(load(folder), texts[1], reference), abs=1e-4)
+
+
 def test_what_cannot_be_scored_is_refused(folders: Folders) -> None:
     """Catches a division by zero tokens, a context overrun and a score under a version that is not here."""
     engine = make_engine(folders("llama"))
