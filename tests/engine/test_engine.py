@@ -245,7 +245,7 @@ def test_a_broken_prompt_does_not_reach_its_neighbours(folders: Folders) -> None
     folder = folders("llama")
     engine = make_engine(folder, replace(CONFIG, step_tokens=12))
     publish(engine, A, {name: t * 1e30 for name, t in random_adapter(folder, 4, 8.0).items()}, 4, 8.0)
-    gone, long, short, broken = prompts(4, 10, 5, 40)
+    gone, long, short, broken = prompts(4, 11, 5, 40)
     for name, prompt in (("gone", gone), ("long", long), ("short", short)):
         engine.add(request(name, prompt, 20))
     answers = drain(engine, steps=4)
