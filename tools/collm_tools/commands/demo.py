@@ -158,7 +158,8 @@ async def _perform(
             try:
                 target = Target(url=stack.url, model=stack.options.served_name, slo=plan.SLO)
                 tally = _Tally(progress, bar)
-                played = await Play(redis, stack.keys, recorder, target, say, tally.count).perform(offers, texts)
+                play = Play(redis, stack.keys, recorder, target, say, tally.count, options.heldout_gap_s)
+                played = await play.perform(offers, texts)
             finally:
                 await stop_all(recording)
     recorder.save(options.out_dir / "events.jsonl")

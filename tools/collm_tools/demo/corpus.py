@@ -15,6 +15,7 @@ from collm_common.errors import DataError
 from collm_tools.load.prompts import Prompt
 
 TRAIN_PHRASINGS = 4
+SYSTEM = "Tidewell help desk."
 
 
 @dataclass(frozen=True)
@@ -151,4 +152,5 @@ def training_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
 
 
 def _prompt(desk: Desk, question: str, subject: str, value: str) -> Prompt:
-    return Prompt((("user", question.format(subject=subject)),), desk.answer.format(subject=subject, value=value))
+    messages = (("system", SYSTEM), ("user", question.format(subject=subject)))
+    return Prompt(messages, desk.answer.format(subject=subject, value=value))

@@ -14,11 +14,12 @@ from collm_tools.load.prompts import read_prompts
 from collm_tools.load.runner import Offer, plan
 
 REPLICAS = 3
-MAX_TOKENS = 24
+MAX_TOKENS = 32
 HELDOUT_MAX_TOKENS = 1
 SLO = Slo(name="demo", ttft_s=6.0, e2e_s=20.0)
 PHASES = ((1.0, 60.0), (0.05, 160.0), (1.0, 60.0))
 JOB_PATIENCE_S = 120.0
+HELDOUT_GAP_S = 0.4
 
 # Two cores: one thread a process, short sequences, small rounds.
 SERVICE_SETTINGS = {
@@ -47,6 +48,11 @@ class DemoOptions:
     def duration_s(self) -> float:
         """How long traffic is offered."""
         return self.duration_scale * sum(seconds for _, seconds in PHASES)
+
+    @property
+    def heldout_gap_s(self) -> float:
+        """Between two held-out questions."""
+        return HELDOUT_GAP_S * min(1.0, self.duration_scale)
 
 
 def corpus(options: DemoOptions) -> Corpus:

@@ -24,7 +24,6 @@ from collm_tools.load.prompts import Prompt
 from collm_tools.load.runner import Offer, run_load
 
 DIGEST_TIMEOUT_S = 120.0
-HELDOUT_GAP_S = 0.5
 
 
 class Played(Struct, frozen=True):
@@ -47,9 +46,10 @@ class Play:
         target: Target,
         say: Callable[[str], None],
         on_done: Callable[[RequestRecord], None] = lambda record: None,
+        heldout_gap_s: float = plan.HELDOUT_GAP_S,
     ) -> None:
         self.redis, self.keys, self.recorder, self.target = redis, keys, recorder, target
-        self._say, self._on_done = say, on_done
+        self._say, self._on_done, self._gap_s = say, on_done, heldout_gap_s
 
     async def perform(self, offers: Sequence[Offer], texts: Corpus) -> Played:
         """From the first digest to the last score."""
@@ -73,7 +73,7 @@ class Play:
 
     async def score(self, heldout: Sequence[Prompt]) -> list[RequestRecord]:
         """Cross-entropy of every held-out answer under what is served now. Raises CollmError if one is missing."""
-        offers = [Offer(index * HELDOUT_GAP_S, prompt, plan.HELDOUT_MAX_TOKENS) for index, prompt in enumerate(heldout)]
+        offers = [Offer(index * self._gap_s, prompt, plan.HELDOUT_MAX_TOKENS) for index, prompt in enumerate(heldout)]
         records = await run_load(offers, structs.replace(self.target, cancel_after_s=None))
         missing = [record for record in records if record.cross_entropy is None]
         if missing:

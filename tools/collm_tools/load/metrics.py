@@ -83,7 +83,7 @@ def q_goodput(good: Iterable[RequestRecord], span_s: float) -> float:
 
 def cross_entropy(records: Iterable[RequestRecord]) -> float | None:
     """Mean over reference tokens (nats); None if none was scored."""
-    scored = [(r.cross_entropy, r.reference_tokens) for r in records if r.cross_entropy is not None]
+    scored = [(r.cross_entropy, max(1, r.reference_tokens)) for r in records if r.cross_entropy is not None]
     tokens = sum(weight for _, weight in scored)
     return sum(value * weight for value, weight in scored) / tokens if tokens else None
 
