@@ -113,5 +113,4 @@ def _loss(logits: Tensor, targets: Sequence[int]) -> float:
 def _block_count(shape: KvShape, item_bytes: int, config: EngineConfig) -> int:
     """As many blocks as the budget holds, but no more than a full batch of full contexts could use."""
     size = block_bytes(shape.layers, shape.heads, shape.head_dim, config.block_tokens, item_bytes)
-    useful = config.max_batch * -(-config.context_tokens // config.block_tokens) + 1
-    return min(config.kv_bytes // size, useful)
+    return min(config.kv_bytes // size, config.most_blocks)

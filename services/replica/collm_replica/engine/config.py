@@ -35,6 +35,11 @@ class EngineConfig:
         if self.step_tokens < self.max_batch:
             raise ValueError(f"step_tokens {self.step_tokens} is less than max_batch {self.max_batch}")
 
+    @property
+    def most_blocks(self) -> int:
+        """KV blocks that a full batch of full contexts uses, and the reserved one."""
+        return self.max_batch * -(-self.context_tokens // self.block_tokens) + 1
+
 
 _LEAST = {
     "max_batch": 1,

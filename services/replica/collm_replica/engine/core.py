@@ -100,13 +100,14 @@ class EngineCore:
             return
         admission.check(request, self._vocabulary, self.config.context_tokens)
         admission.check_room(self.waiting, self.config.max_waiting)
-        pin = self._adapters.pin(request.adapter, request.version) if request.version is not None else None
-        if request.adapter and pin is None:
+        output = Output(request.sampling, self._eos, self._decode, request.prefix)
+        sequence = Running(request, self._order, output, Timings(self._clock()))
+        if request.version is not None:
+            sequence.pin = self._adapters.pin(request.adapter, request.version)
+        elif request.adapter:
             self._adapters.newest(request.adapter)
         if before is not None:
             self._drop(before)
-        output = Output(request.sampling, self._eos, self._decode, request.prefix)
-        sequence = Running(request, self._order, output, Timings(self._clock()), pin=pin)
         self._order += 1
         self._live[request.id] = sequence
         if output.finish is None:
@@ -122,8 +123,10 @@ class EngineCore:
         return sequence is not None
 
     def load_adapter(self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float) -> bool:
-        """Put a version into a free slot, where `score` and `publish` find it. Versions never change: one that is
-        here is kept. False if no slot is free now. Raises AdapterError if it does not fit."""
+        """Put a version into a free slot, where `score` and `publish` find it; False if no slot is free now.
+
+        Versions never change, so one that is here already is kept. Raises AdapterError if it does not fit.
+        """
         if ref.version == BASE_VERSION:
             raise AdapterError(f"adapter {ref} is the base model and cannot be loaded")
         if not self.config.slots:

@@ -83,5 +83,4 @@ class FakeEngine(EngineCore):
     ) -> None:
         config = config or EngineConfig()
         backend = FakeBackend(iteration_s, sleep, cross_entropy)
-        blocks = config.max_batch * -(-config.context_tokens // config.block_tokens) + 1
-        super().__init__(backend, decode, frozenset(), VOCABULARY, blocks, config, clock)
+        super().__init__(backend, decode, frozenset(), VOCABULARY, config.most_blocks, config, clock)
