@@ -6,6 +6,7 @@ import torch
 
 from collm_replica import adapters, weights
 from collm_replica.engine.engine import Engine
+from collm_replica.finetune.trainer import Trainer
 from collm_replica.inference import Loadout, engine_config
 from collm_replica.models import load_tokenizer, resolve, skeleton
 from collm_replica.settings import ReplicaSettings
@@ -26,6 +27,15 @@ def dtype_of(settings: ReplicaSettings) -> torch.dtype:
         name = "bfloat16" if device_of(settings) == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def prepare_training(settings: ReplicaSettings, weights_fd: int, exported: bytes) -> tuple[Trainer, str]:
+    """A trainer on the weights that the inference process serves (`exported`: device memory), and their digest."""
+    torch.set_num_threads(settings.threads)
+    folder = resolve(settings.model, settings.cache_dir)
+    views, manifest = weights.attach_device(exported) if exported else weights.attach(weights_fd)
+    model = weights.assemble(skeleton(folder, manifest.torch_dtype), views)
+    return Trainer(model, load_tokenizer(folder)), weights.digest(views)
 
 
 def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:

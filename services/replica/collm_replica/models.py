@@ -106,7 +106,10 @@ def _convert(path: Path, folder: Path) -> None:
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # A model that was read from GGUF counts as quantized and refuses to be saved: a fresh one takes its weights.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder)
+    plain = type(model)(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

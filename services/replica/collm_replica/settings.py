@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Annotated, Literal
 
 from collm_common.settings import Common
@@ -19,6 +21,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     served_name: Name
     cache_dir: str = ".cache/models"
     data_dir: str = "data"
+    run_dir: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     engine: Literal["torch", "fake"] = "torch"
@@ -47,3 +50,8 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     drain_s: Positive = 30.0
     restart_limit: Count = 10
     restart_backoff_s: Positive = 0.5
+
+    @property
+    def snapshots(self) -> Path:
+        """Where one child leaves adapter snapshots for the other: under `run_dir`, or the system's temporary folder."""
+        return Path(self.run_dir or tempfile.gettempdir()) / f"collm-{self.id.replace('/', '_')}-snapshots"

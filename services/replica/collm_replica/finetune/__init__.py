@@ -1,0 +1,1 @@
+"""LoRA fine-tuning on shared base weights: data, trainer, gradient noise scale, aggregation."""

@@ -1,0 +1,113 @@
+"""From records to token sequences: the prompt is read, only the answer and one EOS are learnt."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from transformers import PreTrainedTokenizerBase
+
+from collm_replica.finetune.records import Record, parse
+
+IGNORED = -100
+
+
+class Sample(Struct, frozen=True):
+    """`answer` ends with exactly one EOS."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the content, whatever file it came from."""
+        return hashlib.sha256(repr((self.prompt, self.answer)).encode()).hexdigest()
+
+
+class Dataset(Struct, frozen=True):
+    """What one replica learns from and is measured on; `too_long` and `repeated` samples were left out."""
+
+    train: tuple[Sample, ...]
+    heldout: tuple[Sample, ...]
+    too_long: int = 0
+    repeated: int = 0
+
+
+class Batch(Struct, frozen=True):
+    """Tensors of shape [B, T], padded at the end; labels are IGNORED except on answer tokens."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    labels: torch.Tensor
+
+
+def read_folder(folder: Path) -> list[Record]:
+    """All records of all *.jsonl files below `folder`. Raises DataError."""
+    return [record for path in sorted(folder.rglob("*.jsonl")) for record in parse(path.read_text("utf-8"))]
+
+
+def tokenise(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """A chat goes through the model's template, a bare prompt does not."""
+    answer = list(tokenizer(record.answer, add_special_tokens=False)["input_ids"])
+    eos = int(tokenizer.eos_token_id)
+    while answer and answer[-1] == eos:
+        answer.pop()
+    return Sample(tuple(_prompt(record, tokenizer)), (*answer, eos))
+
+
+def build(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, max_tokens: int, heldout: int) -> Dataset:
+    """Tokenise, leave out repeated and too long ones, and hold out the `heldout` samples whose content hash is lowest.
+
+    The split depends on nothing but the samples, so every replica and every restart makes the same one. At most a
+    quarter is held out, so that a small set still has something to learn from.
+    """
+    found: dict[str, Sample] = {}
+    too_long = repeated = 0
+    for record in records:
+        sample = tokenise(record, tokenizer)
+        if len(sample.prompt) + len(sample.answer) > max_tokens:
+            too_long += 1
+        elif sample.key in found:
+            repeated += 1
+        else:
+            found[sample.key] = sample
+    ordered = [found[key] for key in sorted(found)]
+    cut = min(heldout, max(1, len(ordered) // 4)) if len(ordered) > 1 else 0
+    return Dataset(tuple(ordered[cut:]), tuple(ordered[:cut]), too_long, repeated)
+
+
+def draws(samples: Sequence[Sample], seed: int) -> Iterator[Sample]:
+    """For ever, each epoch in a new order."""
+    epoch = 0
+    while True:
+        order = list(samples)
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        yield from order
+        epoch += 1
+
+
+def collate(samples: Sequence[Sample], pad: int) -> Batch:
+    """Pads by length: `pad` may be the EOS, which stays in the loss where it ends an answer."""
+    longest = max(len(sample.prompt) + len(sample.answer) for sample in samples)
+    ids = torch.full((len(samples), longest), pad, dtype=torch.long)
+    labels = torch.full_like(ids, IGNORED)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        start, end = len(sample.prompt), len(sample.prompt) + len(sample.answer)
+        ids[row, :end] = torch.tensor(sample.prompt + sample.answer)
+        labels[row, start:end] = torch.tensor(sample.answer)
+        mask[row, :end] = 1
+    return Batch(ids, mask, labels)
+
+
+def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    messages = [{"role": role, "content": content} for role, content in record.messages]
+    if not record.chat or tokenizer.chat_template is None:
+        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+    # As text first: the token form of the template call differs between transformers versions.
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,309 @@
+"""What the fine-tuning process does for a job: train a round, aggregate, evaluate; one task at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from collm_common import blobs, messages, streams
+from collm_common.broker import AWAY, patiently
+from collm_common.clock import Clock
+from collm_common.errors import AdapterError, CollmError
+from collm_common.messages import (
+    Aggregate,
+    Aggregated,
+    Evaluate,
+    Evaluated,
+    Event,
+    TaskFailed,
+    TrainReport,
+    TrainRound,
+    UpdateUploaded,
+)
+from collm_common.registry import Registry
+from collm_common.types import AdapterManifest, AdapterRef, Quality
+from msgspec import Struct
+from redis.asyncio import Redis
+
+from collm_replica import adapters
+from collm_replica.adapter_feed import AdapterFeed
+from collm_replica.channel import Finished, Snapshot, ToSupervisor, Training
+from collm_replica.finetune.aggregation import aggregate
+from collm_replica.finetune.trainer import StepReport, Trainer
+from collm_replica.serving import TELEMETRY_MAXLEN
+from collm_replica.settings import ReplicaSettings
+
+log = logging.getLogger(__name__)
+
+MAX_TASKS = 16
+UPDATE_TTL_S = 3600.0
+PATIENCE_S = 60.0
+
+Task = TrainRound | Aggregate | Evaluate
+
+
+class Update(Struct, frozen=True):
+    """The meta of one client's uploaded tensors."""
+
+    samples: int
+    manifest: AdapterManifest
+
+
+class Left(CollmError):
+    """The replica was told to leave the job: what it did so far is thrown away."""
+
+
+class Say(Protocol):
+    """Sends to the supervisor."""
+
+    async def __call__(self, message: ToSupervisor) -> None:
+        """One message."""
+
+
+class TrainingTasks:
+    """Commands change it at any time; the trainer is touched only by the running task, a micro-step at a time."""
+
+    def __init__(
+        self, settings: ReplicaSettings, redis: Redis, trainer: Trainer, base_digest: str, clock: Clock, say: Say
+    ) -> None:
+        self.settings, self.redis, self.trainer, self.clock = settings, redis, trainer, clock
+        self.base_digest, self.keys, self._say = base_digest, settings.keys, say
+        self.progress = 0
+        self.busy = False
+        self._feed = AdapterFeed(redis, self.keys, base_digest, adapters.decode)
+        self._registry = Registry(redis, self.keys)
+        self._queue: asyncio.Queue[Task] = asyncio.Queue(MAX_TASKS)
+        self._going = asyncio.Event()
+        self._going.set()
+        self._left = ""
+        self._training_batch = 0
+        self._measured: dict[tuple[str, int], Quality] = {}
+
+    # --- commands
+
+    def add(self, task: Task) -> None:
+        """Do it after those that were added before; one too many is dropped and fails by its deadline."""
+        try:
+            self._queue.put_nowait(task)
+        except asyncio.QueueFull:
+            log.error("dropping a %s: %d tasks wait", messages.kind(task), MAX_TASKS)
+
+    def pause(self) -> None:
+        """Stop after the running micro-step."""
+        self._going.clear()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._going.set()
+
+    def leave(self, job: str) -> None:
+        """Drop what is done and queued for `job`."""
+        self._left = job
+        self._going.set()
+
+    # --- tasks
+
+    async def run(self) -> None:
+        """For ever. A task that fails is reported and costs nothing else."""
+        while True:
+            task = await self._queue.get()
+            self.busy = True
+            try:
+                await self._do(task)
+            except Left:
+                log.info("left job %s", task.job)
+            except (CollmError, RuntimeError, *AWAY) as error:
+                log.exception("%s of job %s failed", messages.kind(task), task.job)
+                await self._announce(self._failed(task, error), task.job)
+            finally:
+                self.busy = False
+                await self._set_training(0)
+                await self._say(Finished(task=messages.kind(task)))
+
+    async def _do(self, task: Task) -> None:
+        self._left = ""
+        match task:
+            case TrainRound():
+                await self._train(task)
+            case Aggregate():
+                await self._aggregate(task)
+            case Evaluate():
+                quality = await self._measure(task.adapter, task.version, task.hyper)
+                event = Evaluated(
+                    job=task.job,
+                    round=task.round,
+                    replica=self.settings.id,
+                    adapter=task.adapter,
+                    version=task.version,
+                    quality=quality,
+                    time_s=self.clock.now(),
+                )
+                await self._announce(event, task.job)
+
+    async def _train(self, task: TrainRound) -> None:
+        await self._refresh_data(task.hyper)
+        start = (await self._feed.fetch(task.adapter, task.start)).tensors if task.start else None
+        best = await self._measure(task.adapter, task.start, task.hyper) if task.hyper.snapshot_steps else None
+        await asyncio.to_thread(self.trainer.start_round, task, start)
+        losses: list[float] = []
+        report: StepReport | None = None
+        while not self.trainer.done:
+            await self._yield_point(task)
+            await self._set_training(self.trainer.batch)
+            step = await asyncio.to_thread(self.trainer.micro_step)
+            self.progress += 1
+            if step is None:
+                continue
+            report = step
+            losses.append(step.loss)
+            await self._report(task, step)
+            if best is not None and step.step % task.hyper.snapshot_steps == 0:
+                best = await self._snapshot(task, task.first_step + step.step, best)
+        assert report is not None
+        await self._upload(task, losses, report.noise_scale)
+
+    async def _yield_point(self, task: TrainRound) -> None:
+        """Between two micro-steps: wait while paused, leave when told to, give up at the deadline."""
+        if not self._going.is_set():
+            self.busy = False
+            await self._set_training(0)
+            try:
+                await asyncio.wait_for(self._going.wait(), max(0.0, task.deadline_s - self.clock.now()))
+            except TimeoutError as error:
+                raise AdapterError("paused until after the round's deadline") from error
+            self.busy = True
+        if self._left == task.job:
+            raise Left
+        if self.clock.now() > task.deadline_s:
+            raise AdapterError("the round's deadline has passed")
+
+    async def _snapshot(self, task: TrainRound, step: int, best: Quality) -> Quality:
+        """Give the tensors to this replica's own engine, unless held-out cross-entropy got worse; the best so far."""
+        quality = await asyncio.to_thread(self.trainer.evaluate)
+        if quality.cross_entropy > best.cross_entropy:
+            log.info(
+                "step %d: held-out %.4f is not below %.4f: no snapshot", step, quality.cross_entropy, best.cross_entropy
+            )
+            return best
+        ref = AdapterRef(task.adapter, f"{task.start}.{step}")
+        self.settings.snapshots.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.settings.snapshots / f"{step}.safetensors"
+        await asyncio.to_thread(adapters.write_file, path, self.trainer.tensors())
+        await self._say(Snapshot(ref=ref, path=str(path), rank=task.hyper.rank, alpha=task.hyper.alpha))
+        return quality
+
+    async def _upload(self, task: TrainRound, losses: list[float], noise_scale: float | None) -> None:
+        tensors = self.trainer.tensors()
+        data = await asyncio.to_thread(adapters.encode, tensors)
+        manifest = adapters.manifest(
+            data,
+            tensors,
+            name=task.adapter,
+            version=task.start + 1,
+            base_digest=self.base_digest,
+            alpha=task.hyper.alpha,
+            parent=task.start,
+            job=task.job,
+        )
+        meta = msgspec.msgpack.encode(Update(self.trainer.samples_seen, manifest))
+        key = self.keys.update(task.job, task.round, self.settings.id)
+        await patiently(lambda: blobs.put(self.redis, key, data, meta, UPDATE_TTL_S), PATIENCE_S)
+        event = UpdateUploaded(
+            job=task.job,
+            round=task.round,
+            replica=self.settings.id,
+            samples=self.trainer.samples_seen,
+            loss=sum(losses) / len(losses),
+            loss_last=losses[-1],
+            noise_scale=noise_scale,
+            time_s=self.clock.now(),
+        )
+        await self._announce(event, task.job)
+
+    async def _aggregate(self, task: Aggregate) -> None:
+        updates: list[tuple[adapters.Tensors, int]] = []
+        for client in task.clients:
+            key = self.keys.update(task.job, task.round, client)
+            found = await patiently(partial(blobs.get, self.redis, key), PATIENCE_S)
+            if found is None:
+                raise AdapterError(f"the update of {client} is not there")
+            update = msgspec.msgpack.decode(found[1], type=Update)
+            updates.append((await asyncio.to_thread(adapters.decode, found[0], update.manifest), update.samples))
+        result = await asyncio.to_thread(aggregate, task.strategy, updates, task.hyper.rank)
+        data = await asyncio.to_thread(adapters.encode, result.tensors)
+        manifest = adapters.manifest(
+            data,
+            result.tensors,
+            name=task.adapter,
+            version=task.version,
+            base_digest=self.base_digest,
+            alpha=task.hyper.alpha,
+            parent=task.parent,
+            job=task.job,
+        )
+        key, meta = self.keys.adapter_version(task.adapter, task.version), msgspec.msgpack.encode(manifest)
+        await patiently(lambda: blobs.put(self.redis, key, data, meta), PATIENCE_S)
+        event = Aggregated(
+            job=task.job,
+            round=task.round,
+            adapter=task.adapter,
+            version=task.version,
+            residual=result.residual,
+            time_s=self.clock.now(),
+        )
+        await self._announce(event, task.job)
+
+    async def _measure(self, adapter: str, version: int, hyper: messages.Hyperparams) -> Quality:
+        """Held-out cross-entropy of a version on this replica's data, measured once as long as the data stay."""
+        await self._refresh_data(hyper)
+        if (adapter, version) not in self._measured:
+            tensors = (await self._feed.fetch(adapter, version)).tensors if version else None
+            quality = await asyncio.to_thread(self.trainer.evaluate_stored, tensors, hyper)
+            self.progress += 1
+            self._measured[adapter, version] = quality
+        return self._measured[adapter, version]
+
+    async def _refresh_data(self, hyper: messages.Hyperparams) -> None:
+        if await asyncio.to_thread(self.trainer.load_data, Path(self.settings.data_dir), hyper):
+            self._measured.clear()
+
+    # --- saying
+
+    async def _report(self, task: TrainRound, step: StepReport) -> None:
+        report = TrainReport(
+            replica=self.settings.id,
+            job=task.job,
+            round=task.round,
+            step=task.first_step + step.step,
+            time_s=self.clock.now(),
+            sizes=msgspec.structs.replace(task.sizes, train=step.batch),
+            step_s=step.micro_step_s,
+            samples=step.samples,
+            loss=step.loss,
+            noise_scale=step.noise_scale,
+        )
+        kind, data = messages.kind(report), messages.encode(report)
+        key, id_ = self.keys.telemetry, self.settings.id
+        await patiently(lambda: streams.append(self.redis, key, kind, id_, data, maxlen=TELEMETRY_MAXLEN), PATIENCE_S)
+
+    async def _announce(self, event: Event, id_: str) -> None:
+        await patiently(lambda: self._registry.announce(event, id_), PATIENCE_S)
+
+    async def _set_training(self, batch: int) -> None:
+        if batch != self._training_batch:
+            self._training_batch = batch
+            await self._say(Training(batch=batch))
+
+    def _failed(self, task: Task, error: BaseException) -> TaskFailed:
+        return TaskFailed(
+            job=task.job,
+            round=task.round,
+            replica=self.settings.id,
+            task=messages.kind(task),
+            reason=f"{type(error).__name__}: {error}"[:500],
+            time_s=self.clock.now(),
+        )

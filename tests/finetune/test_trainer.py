@@ -1,0 +1,223 @@
+"""Training on weights that belong to someone else, against plain PyTorch and Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from collm_common.errors import AdapterError, DataError
+from collm_common.messages import Hyperparams, TrainRound
+from collm_common.types import BatchSizes
+from collm_replica import weights
+from collm_replica.finetune.samples import collate
+from collm_replica.finetune.trainer import Trainer, learning_rate
+from collm_replica.models import skeleton
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.models import EOS_ID, byte_tokenizer, random_adapter, tiny_model_folder
+
+HYPER = Hyperparams(rank=4, alpha=8.0, learning_rate=1e-2, max_tokens=200, heldout_samples=4, warmup_steps=1)
+SHARED = {"words": ["blue", "green", "red", "amber"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    lines = [
+        {"messages": [{"role": "user", "content": f"{a}{b}?"}, {"role": "assistant", "content": f"the desk is {b}"}]}
+        for a in range(8)
+        for b in SHARED["words"]
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+@pytest.fixture
+def fd(folder: Path) -> Iterator[int]:
+    made = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    weights.fill(made, folder, torch.float32)
+    yield made
+    os.close(made)
+
+
+@pytest.fixture
+def trainer(folder: Path, data: Path, fd: int) -> Trainer:
+    views, _ = weights.attach(fd)
+    made = Trainer(weights.assemble(skeleton(folder, torch.float32), views), byte_tokenizer())
+    made.load_data(data, HYPER)
+    return made
+
+
+def round_(steps: int = 8, batch: int = 4, hyper: Hyperparams = HYPER, **changes: int) -> TrainRound:
+    return TrainRound(
+        job="j",
+        round=changes.get("round", 1),
+        adapter="desk",
+        start=0,
+        sizes=BatchSizes(batch, 1),
+        steps=steps,
+        first_step=changes.get("first_step", 0),
+        total_steps=changes.get("total_steps", steps),
+        hyper=hyper,
+        seed=changes.get("seed", 0),
+        deadline_s=1e12,
+    )
+
+
+def run(trainer: Trainer, task: TrainRound, start: dict[str, torch.Tensor] | None = None) -> list[float]:
+    trainer.start_round(task, start)
+    losses = []
+    while not trainer.done:
+        if (report := trainer.micro_step()) is not None:
+            losses.append(report.loss)
+    return losses
+
+
+def test_training_lowers_the_loss_and_the_heldout_cross_entropy_and_leaves_the_base_alone(
+    trainer: Trainer, fd: int
+) -> None:
+    """A trainer that learns nothing, or that writes into the weights that serve."""
+    before_digest = weights.digest(weights.attach(fd)[0])
+    before = trainer.evaluate_stored(None, HYPER)
+    losses = run(trainer, round_(steps=12))
+    assert losses[-1] < losses[0] * 0.8
+    assert trainer.evaluate().cross_entropy < before.cross_entropy * 0.8
+    assert weights.digest(weights.attach(fd)[0]) == before_digest
+    frozen = [p for n, p in trainer._base.named_parameters() if "lora_" not in n]
+    assert frozen
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen)
+
+
+def test_evaluation_equals_the_hugging_face_loss(trainer: Trainer, folder: Path) -> None:
+    """A cross-entropy over other tokens than the answers', or shifted by one."""
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total = tokens = 0.0
+    for sample in trainer.data.heldout:
+        batch = collate([sample], EOS_ID)
+        with torch.no_grad():
+            loss = plain(input_ids=batch.ids, labels=batch.labels).loss
+        total, tokens = total + float(loss) * len(sample.answer), tokens + len(sample.answer)
+    quality = trainer.evaluate_stored(None, HYPER)
+    assert quality.cross_entropy == pytest.approx(total / tokens, abs=1e-4)
+    assert quality.tokens == tokens
+
+
+def test_evaluating_another_version_leaves_what_is_trained_as_it_is(trainer: Trainer, folder: Path) -> None:
+    """A gate measurement that overwrites the round's progress."""
+    run(trainer, round_(steps=2))
+    mine, own = trainer.tensors(), trainer.evaluate()
+    other = trainer.evaluate_stored(random_adapter(folder, 4, 8.0, seed=3), HYPER)
+    assert other.cross_entropy != own.cross_entropy
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in trainer.tensors().items())
+    assert trainer.evaluate() == own
+    assert trainer.evaluate_stored(mine, HYPER).cross_entropy == pytest.approx(own.cross_entropy, abs=1e-5)
+
+
+def test_accumulation_changes_nothing_but_memory(trainer: Trainer) -> None:
+    """Micro-steps whose gradients are summed where they should be averaged, or weighted by step instead of token."""
+    big = round_(steps=3, batch=8)
+    run(trainer, big)
+    expected = trainer.tensors()
+    many = msgspec.structs.replace(HYPER, accumulation=4)
+    run(trainer, round_(steps=3, batch=2, hyper=many))
+    assert trainer.samples_seen == 24
+    for name, tensor in trainer.tensors().items():
+        assert torch.allclose(tensor, expected[name], atol=1e-5), name
+
+
+def test_a_fresh_start_is_the_base_and_equal_for_a_seed(trainer: Trainer, fd: int, folder: Path, data: Path) -> None:
+    """Clients of one job that start apart, so that their average means nothing."""
+    trainer.start_round(round_(seed=5), None)
+    first = trainer.tensors()
+    assert trainer.evaluate() == trainer.evaluate_stored(None, HYPER)
+    views, _ = weights.attach(fd)
+    second = Trainer(weights.assemble(skeleton(folder, torch.float32), views), byte_tokenizer())
+    second.load_data(data, HYPER)
+    second.start_round(round_(seed=5), None)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in second.tensors().items())
+    second.start_round(round_(seed=6), None)
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in second.tensors().items())
+
+
+def test_a_round_begins_where_it_is_told_and_runs_the_same_twice(trainer: Trainer, folder: Path) -> None:
+    """A client that ignores the global adapter, or optimiser state that leaks from one round into the next."""
+    start = random_adapter(folder, 4, 8.0, seed=1)
+    losses = run(trainer, round_(steps=3), start)
+    ends = trainer.tensors()
+    run(trainer, round_(steps=2, seed=9))
+    assert run(trainer, round_(steps=3), start) == pytest.approx(losses)
+    assert all(torch.allclose(tensor, ends[name]) for name, tensor in trainer.tensors().items())
+
+
+def test_another_rank_is_injected_cleanly(trainer: Trainer) -> None:
+    """A second job whose adapter is stacked on the first one's."""
+    run(trainer, round_(steps=1))
+    wide = msgspec.structs.replace(HYPER, rank=6)
+    base = trainer.evaluate_stored(None, HYPER)
+    trainer.start_round(round_(hyper=wide), None)
+    assert {t.shape[0] for n, t in trainer.tensors().items() if ".lora_A." in n} == {6}
+    assert trainer.evaluate() == base
+    with pytest.raises(AdapterError, match="must be"):
+        trainer.start_round(round_(hyper=HYPER), trainer.tensors())
+
+
+def test_tensors_have_the_names_that_peft_saves(trainer: Trainer, folder: Path) -> None:
+    """An adapter that no other tool can load."""
+    trainer.start_round(round_(), None)
+    assert set(trainer.tensors()) == set(random_adapter(folder, 4, 8.0))
+    with pytest.raises(AdapterError, match="differ"):
+        trainer.start_round(round_(), {})
+
+
+def test_the_batch_size_changes_between_micro_steps(trainer: Trainer) -> None:
+    """A coordinator whose new B waits for the next round."""
+    trainer.start_round(round_(steps=2, batch=2), None)
+    first = trainer.micro_step()
+    trainer.set_batch(5)
+    trainer.set_batch(0)
+    second = trainer.micro_step()
+    assert first is not None
+    assert second is not None
+    assert (first.batch, second.batch, trainer.samples_seen, trainer.done) == (2, 5, 7, True)
+    assert first.noise_scale is None
+
+
+def test_the_noise_scale_of_real_gradients_is_positive(trainer: Trainer) -> None:
+    """Norms taken of the wrong gradients, which show as a noise scale that never exists."""
+    many = msgspec.structs.replace(HYPER, accumulation=3)
+    trainer.start_round(round_(steps=3, batch=1, hyper=many), None)
+    reports = [report for _ in range(9) if (report := trainer.micro_step()) is not None]
+    assert [report.step for report in reports] == [1, 2, 3]
+    assert reports[-1].noise_scale is not None
+    assert reports[-1].noise_scale > 0
+
+
+def test_the_learning_rate_warms_up_and_falls_over_the_whole_job() -> None:
+    """A schedule that starts anew in every round."""
+    hyper = msgspec.structs.replace(HYPER, warmup_steps=4)
+    tasks = [round_(steps=8, hyper=hyper, first_step=8 * n, total_steps=24, round=n + 1) for n in range(3)]
+    rates = [learning_rate(task, step) for task in tasks for step in range(8)]
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0 < rates[-1] < 0.05 * max(rates) <= 0.05 * HYPER.learning_rate
+
+
+def test_data_are_read_again_only_when_they_change(trainer: Trainer, data: Path, tmp_path: Path) -> None:
+    """An upload that is not seen, or a folder that is tokenised for every step."""
+    assert not trainer.load_data(data, HYPER)
+    (data / "more.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}))
+    before = len(trainer.data.train)
+    assert trainer.load_data(data, HYPER)
+    assert len(trainer.data.train) == before + 1
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="too few"):
+        trainer.load_data(tmp_path / "none", HYPER)
