@@ -1,0 +1,1 @@
+"""OpenAI-compatible ingress and the loop that paces requests into replicas."""

@@ -1,0 +1,126 @@
+"""What the leader of a model has read of its original streams and not yet released."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from collm_common import messages
+from collm_common.broker import stop_all
+from collm_common.clock import Clock
+from collm_common.errors import MessageError
+from collm_common.keys import Keys
+from collm_common.messages import Request
+from collm_common.requeue import GROUP
+from collm_common.streams import AckPolicy, Entry, WorkQueue
+from collm_common.types import Slo
+from redis.asyncio import Redis
+
+from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
+from collm_dispatcher.retry import forever, once
+
+log = logging.getLogger(__name__)
+READ_COUNT = 256
+SLO_MEMORY_S = 30.0
+
+
+class Backlog:
+    """One reader task a stream; at most about `max_held` entries are held, the rest waits in Redis.
+
+    `on_arrival` is called after each batch of new entries.
+    """
+
+    def __init__(
+        self, redis: Redis, keys: Keys, consumer: str, max_held: int, clock: Clock, on_arrival: Callable[[], None]
+    ) -> None:
+        self._redis, self._keys, self._consumer, self._clock = redis, keys, consumer, clock
+        self._max_held, self._on_arrival = max_held, on_arrival
+        self._streams: dict[str, WorkQueue] = {}
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        self._space = asyncio.Event()
+        self._slos: dict[str, tuple[Slo, float]] = {}
+        self.queue = DeadlineQueue()
+        self.arrivals = 0
+
+    def follow(self, key: str) -> None:
+        """Start to read a stream; once is enough."""
+        if key in self._streams:
+            return
+        stream = WorkQueue(self._redis, key, GROUP, self._consumer, AckPolicy.BY_HANDLER)
+        self._streams[key] = stream
+        self._readers[key] = asyncio.create_task(self._follow(stream))
+
+    async def close(self) -> None:
+        """Stop reading. What is held stays pending for the next leader."""
+        await stop_all(*self._readers.values())
+
+    def check(self) -> None:
+        """Raise the error of a reader that failed."""
+        for task in self._readers.values():
+            if task.done():
+                task.result()
+
+    def slos(self) -> list[Slo]:
+        """The objectives of lately seen requests."""
+        since = self._clock.monotonic() - SLO_MEMORY_S
+        self._slos = {key: seen for key, seen in self._slos.items() if seen[1] >= since}
+        return [slo for slo, _ in self._slos.values()]
+
+    def settle(self, item: Waiting) -> None:
+        """It was released or is gone."""
+        self.queue.remove(item)
+        self._space.set()
+
+    async def reclaim(self) -> None:
+        """Take over what other consumers hold (they do not lead), and what was sent here but never arrived."""
+        for key, stream in list(self._streams.items()):
+            held = sum(1 for item in self.queue if item.key == key)
+            summary = await self._redis.xpending(key, GROUP)
+            for consumer in summary["consumers"]:
+                name = consumer["name"].decode()
+                if name != self._consumer:
+                    await self._take(stream, await stream.claim(name, READ_COUNT))
+                elif consumer["pending"] > held:
+                    await self._take(stream, await stream.unfinished(self._max_held))
+
+    async def _follow(self, stream: WorkQueue) -> None:
+        await once(stream.key, stream.create, self._clock)
+        await forever(stream.key, lambda: self._read(stream), self._clock)
+
+    async def _read(self, stream: WorkQueue) -> None:
+        while len(self.queue) >= self._max_held:
+            self._space.clear()
+            await self._space.wait()
+        await self._take(stream, await stream.read(READ_COUNT))
+
+    async def _take(self, stream: WorkQueue, entries: list[Entry]) -> None:
+        for entry in entries:
+            try:
+                request = messages.decode(entry.data)
+                if not isinstance(request, Request):
+                    raise MessageError(f"{entry.kind} is no request")
+            except MessageError as error:
+                log.error("dropping entry %s of %s: %s", entry.entry_id, entry.key, error)
+                await stream.ack(entry.entry_id)
+                continue
+            if (entry.key, entry.entry_id) in self.queue:
+                continue
+            self.arrivals += 1
+            self._slos[entry.key] = (request.slo, self._clock.monotonic())
+            self.queue.add(_waiting(entry, request))
+        if entries:
+            self._on_arrival()
+
+
+def _waiting(entry: Entry, request: Request) -> Waiting:
+    return Waiting(
+        key=entry.key,
+        entry_id=entry.entry_id,
+        request_id=request.id,
+        ingress=request.ingress,
+        attempt=request.attempt,
+        arrival_s=request.arrival_s,
+        deadline_s=request.deadline_s,
+        slo=request.slo,
+    )

@@ -1,0 +1,60 @@
+"""The dispatch role: a leader (or a candidate) for every model whose streams exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from collm_common.broker import stop_all
+from collm_common.clock import Clock, ticks
+from redis.asyncio import Redis
+
+from collm_dispatcher.cell import Cell
+from collm_dispatcher.leader import Leader
+from collm_dispatcher.retry import forever
+from collm_dispatcher.settings import DispatcherSettings
+
+
+class Dispatch:
+    """Streams are found through the set `streams` (`model|slo`)."""
+
+    def __init__(self, settings: DispatcherSettings, redis: Redis, cell: Cell, holder: str, clock: Clock) -> None:
+        self.settings, self.redis, self.cell, self.holder, self.clock = settings, redis, cell, holder, clock
+        self.leaders: dict[str, Leader] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """For ever. Raises what a leader raised."""
+        try:
+            await forever("streams", self._discover, self.clock)
+        finally:
+            await stop_all(*self._tasks.values())
+
+    async def _discover(self) -> None:
+        async for _ in ticks(self.settings.refresh_s, self.clock):
+            for name in await self.redis.smembers(self.settings.keys.streams):
+                model, _, slo = name.decode().rpartition("|")
+                self._leader(model).follow(slo)
+            for task in self._tasks.values():
+                if task.done():
+                    task.result()
+
+    def _leader(self, model: str) -> Leader:
+        if model not in self.leaders:
+            leader = Leader(model, self.settings, self.redis, self.cell, self.holder, self.clock)
+            self.leaders[model] = leader
+            self._tasks[model] = asyncio.create_task(leader.run())
+        return self.leaders[model]
+
+
+@asynccontextmanager
+async def dispatching(settings: DispatcherSettings, redis: Redis, holder: str, clock: Clock) -> AsyncIterator[Dispatch]:
+    """The role with a cell view of its own, for as long as the block runs."""
+    cell = Cell(redis, settings.keys, clock)
+    dispatch = Dispatch(settings, redis, cell, holder, clock)
+    tasks = [asyncio.create_task(loop) for loop in (cell.run(settings.refresh_s), dispatch.run())]
+    try:
+        yield dispatch
+    finally:
+        await stop_all(*tasks)

@@ -1,0 +1,1 @@
+"""HTTP in, streams out: what clients see of CoLLM."""

@@ -1,0 +1,268 @@
+"""The dispatch loop of one model: one leader, by a lease whose fencing token every release proves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from collm_common import messages, streams
+from collm_common.broker import AWAY, stop_all
+from collm_common.clock import Clock, ticks
+from collm_common.errors import FencedError
+from collm_common.lease import Lease
+from collm_common.messages import PauseTraining, ReplicaChanged, ResumeTraining
+from collm_common.requeue import give_up_subflow
+from collm_common.types import ReplicaState
+from redis.asyncio import Redis
+
+from collm_dispatcher.backlog import Backlog
+from collm_dispatcher.cell import Cell, Member
+from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Plan
+from collm_dispatcher.policy.forecast import Forecast
+from collm_dispatcher.policy.pacing import Mode, Room, deal, due_s
+from collm_dispatcher.release import Mover
+from collm_dispatcher.retry import forever
+from collm_dispatcher.settings import DispatcherSettings
+
+log = logging.getLogger(__name__)
+CONTROL_MAXLEN = 10_000
+BATCH = 128
+
+
+class Leader:
+    """Reads a model's streams while it holds the lease `dispatch:{model}`; else it only tries to get it."""
+
+    def __init__(
+        self, model: str, settings: DispatcherSettings, redis: Redis, cell: Cell, holder: str, clock: Clock
+    ) -> None:
+        self.model, self.settings, self.redis, self.cell, self.clock = model, settings, redis, cell, clock
+        self.keys, self.holder = settings.keys, holder
+        self.lease = Lease(redis, self.keys, f"dispatch:{model}", holder, settings.lease_ttl_s)
+        self.plan = Plan()
+        self._streams: set[str] = set()
+        self._mover = Mover(redis, self.keys)
+        self._token: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wake, self._urgent = asyncio.Event(), asyncio.Event()
+        self._modes: dict[str, Mode] = {}
+        self._backlog = self._new_backlog()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process holds the lease, as far as it knows."""
+        return self._token is not None
+
+    @property
+    def held(self) -> int:
+        """Entries read and not released."""
+        return len(self._backlog.queue)
+
+    def follow(self, slo: str) -> None:
+        """Requests of this class exist."""
+        key = self.keys.requests(self.model, slo)
+        self._streams.add(key)
+        if self.leads:
+            self._backlog.follow(key)
+
+    async def run(self) -> None:
+        """For ever; gives the lease back at the end."""
+        try:
+            async for _ in ticks(self.settings.lease_ttl_s / 4, self.clock):
+                try:
+                    token = await self.lease.hold()
+                except AWAY as error:
+                    log.warning("lease of %s: broker away: %s", self.model, error)
+                    continue
+                if token != self._token:
+                    await self._step_down()
+                    if token is not None:
+                        self._step_up(token)
+                self._check()
+        finally:
+            await self._step_down()
+            await self.lease.release()
+
+    # --- leadership
+
+    def _new_backlog(self) -> Backlog:
+        return Backlog(self.redis, self.keys, self.holder, self.settings.max_held, self.clock, self._arrived)
+
+    def _arrived(self) -> None:
+        self._wake.set()
+        if not self.plan.carriers:
+            self._urgent.set()
+
+    def _step_up(self, token: str) -> None:
+        log.info("leading %s as %s", self.model, token)
+        self._token, self._backlog = token, self._new_backlog()
+        for key in self._streams:
+            self._backlog.follow(key)
+        self._balance = Balance(_limits(self.settings))
+        self._forecast, self._observed_s = Forecast(), self.clock.monotonic()
+        loops = (self._release_loop(token), self._macro_loop(), self._reclaim_loop())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    async def _step_down(self) -> None:
+        if self._token is None:
+            return
+        log.info("not leading %s any more", self.model)
+        self._token = None
+        await stop_all(*self._tasks)
+        await self._backlog.close()
+        self._backlog, self.plan = self._new_backlog(), Plan()
+
+    def _check(self) -> None:
+        self._backlog.check()
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    # --- micro-cycle
+
+    async def _release_loop(self, token: str) -> None:
+        try:
+            await forever(f"release {self.model}", lambda: self._release(token), self.clock)
+        except FencedError as error:
+            log.warning("%s: nothing was moved", error)
+
+    async def _release(self, token: str) -> None:
+        """One turn: shed, move what there is room for, then wait for an arrival or a moment for room."""
+        self._wake.clear()
+        backlog, now = self._backlog, self.clock.now()
+        for item in backlog.queue.shed(now):
+            await self._mover.refuse(item, 503, "rejected-ttl-expired", "the deadline passed before it was served")
+            backlog.settle(item)
+        pause_s = await self._release_due(token, now) if self.held and self.plan.carriers else None
+        if self.held and pause_s is None:
+            pause_s = self.settings.macro_s
+        await self._pause(pause_s)
+
+    async def _release_due(self, token: str, now: float) -> float:
+        """Returns seconds until it is worth trying again."""
+        queue = self._backlog.queue
+        rooms = await self._rooms()
+        free = sum(max(0, room.b - room.in_flight) for room in rooms)
+        if free == 0:
+            return self.settings.poll_s
+        first = queue.first(min(free, BATCH))
+        due = due_s(now, len(queue), free, first[0].deadline_s, self._modes[rooms[0].id], self.settings.hold_s)
+        waited_s = now - min(item.arrival_s for item in first)
+        if due > now and waited_s < self.settings.hold_s:
+            return min(due - now, self.settings.hold_s - waited_s)
+        shares: dict[str, list[int]] = {}
+        for index, replica in enumerate(deal(rooms, len(first))):
+            shares.setdefault(replica, []).append(index)
+        for replica, indices in shares.items():
+            items = [first[index] for index in indices]
+            _, settled = await self._mover.release(self.lease.key, token, replica, self._modes[replica].b, items)
+            for item in items[:settled]:
+                self._backlog.settle(item)
+        return self.settings.poll_s
+
+    async def _rooms(self) -> list[Room]:
+        members = self.cell.members
+        ids = [id_ for id_ in self.plan.carriers if id_ in self._modes]
+        ids = [id_ for id_ in ids if id_ in members and members[id_].takes_requests]
+        if not ids:
+            return []
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for id_ in ids:
+                pipe.xlen(self.keys.subflow(id_))
+            lengths = await pipe.execute()
+        return [Room(id_, self._modes[id_].b, int(n)) for id_, n in zip(ids, lengths, strict=True)]
+
+    async def _pause(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    # --- macro-cycle
+
+    async def _reclaim_loop(self) -> None:
+        async def step() -> None:
+            async for _ in ticks(max(1.0, self.settings.lease_ttl_s / 3), self.clock):
+                await self._backlog.reclaim()
+
+        await forever(f"reclaim {self.model}", step, self.clock)
+
+    async def _macro_loop(self) -> None:
+        async def step() -> None:
+            await self._macro()
+            self._urgent.clear()
+            try:
+                async with asyncio.timeout(self.settings.macro_s):
+                    await self._urgent.wait()
+            except TimeoutError:
+                pass
+
+        await forever(f"balance {self.model}", step, self.clock)
+
+    async def _macro(self) -> None:
+        if not self.cell.reachable:
+            return
+        await self._bury()
+        members = self.cell.of(self.model)
+        self._modes = {member.info.id: self._mode(member) for member in members}
+        arrived, self._backlog.arrivals = self._backlog.arrivals, 0
+        now_s = self.clock.monotonic()
+        self._forecast.observe(arrived, now_s - self._observed_s)
+        self._observed_s = now_s
+        plan = self._balance.tick(
+            [_carrier(member, self._modes[member.info.id]) for member in members],
+            Demand(self.held, self._forecast.rate),
+        )
+        self.plan = plan
+        await self._apply(plan)
+        self._wake.set()
+
+    def _mode(self, member: Member) -> Mode:
+        most = member.info.infer_batch_max
+        if member.info.state is ReplicaState.COMBINED and member.cap is not None:
+            return Mode(min(most, max(1, member.cap)))
+        return Mode(most)
+
+    async def _apply(self, plan: Plan) -> None:
+        for replica in plan.promote:
+            before, after = ReplicaState.IDLE, ReplicaState.SERVING
+            await self.cell.registry.transition(replica, before, after, plan.reason, self.clock.now())
+        if plan.promote:
+            await self.cell.refresh()
+        for replica in plan.pause:
+            await self._command(replica, PauseTraining())
+        for replica in plan.resume:
+            await self._command(replica, ResumeTraining())
+
+    async def _command(self, replica: str, command: PauseTraining | ResumeTraining) -> None:
+        kind, data = messages.kind(command), messages.encode(command)
+        await streams.append(self.redis, self.keys.control(replica), kind, replica, data, maxlen=CONTROL_MAXLEN)
+
+    async def _bury(self) -> None:
+        """Give back what replicas without a lease had; not while leases may be gone because the broker was away."""
+        if self.clock.monotonic() - self.cell.steady_since_s < self.settings.away_grace_s:
+            return
+        for member in self.cell.of(self.model):
+            info = member.info
+            if info.alive or not info.ready:
+                continue
+            lost = await give_up_subflow(self.redis, self.keys, info.id)
+            log.warning("replica %s is gone: %d requests go back", info.id, lost)
+            event = ReplicaChanged(replica=info.id, what="down", reason="its lease ran out", time_s=self.clock.now())
+            await self.cell.registry.announce(event, info.id)
+            await self.cell.registry.update(info.id, ready=False)
+            await self.cell.refresh()
+
+
+def _carrier(member: Member, mode: Mode) -> Carrier:
+    info = member.info
+    return Carrier(info.id, info.state, member.usable, mode, info.quality)
+
+
+def _limits(settings: DispatcherSettings) -> Limits:
+    ticks_of = lambda seconds: max(1, round(seconds / settings.macro_s))  # noqa: E731
+    return Limits(
+        headroom=settings.headroom,
+        pause_ticks=ticks_of(settings.pause_s),
+        resume_ticks=ticks_of(settings.resume_s),
+    )

@@ -1,0 +1,1 @@
+"""Decisions of the dispatcher: pure functions and plain state, no I/O, no clock."""

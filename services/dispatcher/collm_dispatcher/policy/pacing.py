@@ -1,0 +1,100 @@
+"""The micro-cycle: how many requests a replica should have in flight, and when to send the next.
+
+Ideal Serving Mode (CoLLM, dispatcher): a replica always runs the largest batch b* that keeps the objective, and is
+sent lambda = b* / S(b*) requests a second; by Little's law that keeps b* of them in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from collm_common.types import Slo
+from msgspec import Struct
+
+StepTime = Callable[[int], float]
+"""T_infer(b): seconds of one engine iteration with b running sequences."""
+
+
+class Shape(Struct, frozen=True):
+    """What a stream's requests cost beyond the step time: seconds of prefill, expected output tokens."""
+
+    prefill_s: float = 0.0
+    output_tokens: float = 1.0
+
+
+class Mode(Struct, frozen=True):
+    """At most `b` in flight; each takes `service_s` (None: not known yet)."""
+
+    b: int
+    service_s: float | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """lambda = b / S(b), requests a second; None without a fit."""
+        return self.b / self.service_s if self.service_s else None
+
+
+def service_s(step: StepTime, shape: Shape, b: int) -> float:
+    """S(b) = prefill + L * T_infer(b), seconds."""
+    return shape.prefill_s + shape.output_tokens * step(b)
+
+
+def keeps(slo: Slo, step: StepTime, shape: Shape, b: int) -> bool:
+    """Whether a batch of `b` keeps every limit: S(b) <= e2e, T_infer(b) <= tpot, prefill and one step <= ttft."""
+    pairs = (
+        (slo.e2e_s, service_s(step, shape, b)),
+        (slo.tpot_s, step(b)),
+        (slo.ttft_s, shape.prefill_s + step(b)),
+    )
+    return all(limit is None or value <= limit for limit, value in pairs)
+
+
+def serving_mode(step: StepTime | None, shape: Shape, slo: Slo, most: int) -> Mode:
+    """b*, the largest batch of at most `most` that keeps `slo`; 1 if none does, `most` without a fit."""
+    if step is None:
+        return Mode(most)
+    b = next((b for b in range(most, 0, -1) if keeps(slo, step, shape, b)), 1)
+    return Mode(b, service_s(step, shape, b))
+
+
+def combined_mode(step: StepTime | None, shape: Shape, cap: int) -> Mode:
+    """The coordinator's cap, with the service time the fit gives it."""
+    return Mode(cap, None if step is None else service_s(step, shape, cap))
+
+
+def due_s(now: float, queued: int, room: int, deadline_s: float, mode: Mode, hold_s: float) -> float:
+    """When to release: now if the queue fills the room, else after `hold_s` but never past the slack of the deadline.
+
+    Without a fit the slack is unknown, so nothing is held back.
+    """
+    if queued >= room or mode.service_s is None:
+        return now
+    return min(now + hold_s, max(now, deadline_s - mode.service_s))
+
+
+class Room(Struct, frozen=True):
+    """A replica that takes requests: `in_flight` of at most `b`."""
+
+    id: str
+    b: int
+    in_flight: int
+
+
+def deal(rooms: Sequence[Room], count: int) -> list[str]:
+    """Who gets the next `count` requests, in order: always the one with the smallest share of its b in flight.
+
+    Ties go to the earlier in `rooms`; the list is shorter than `count` where the room ends.
+    """
+    heap = [
+        (room.in_flight / room.b, rank, room.in_flight) for rank, room in enumerate(rooms) if room.in_flight < room.b
+    ]
+    heapq.heapify(heap)
+    dealt: list[str] = []
+    while heap and len(dealt) < count:
+        _, rank, in_flight = heapq.heappop(heap)
+        room = rooms[rank]
+        dealt.append(room.id)
+        if in_flight + 1 < room.b:
+            heapq.heappush(heap, ((in_flight + 1) / room.b, rank, in_flight + 1))
+    return dealt

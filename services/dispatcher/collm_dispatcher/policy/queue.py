@@ -1,0 +1,90 @@
+"""What was read and not yet released, by earliest deadline; the late ones apart."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+
+from collm_common.types import Slo
+from msgspec import Struct
+
+
+class Waiting(Struct, frozen=True):
+    """One request: `key` and `entry_id` say where its entry is, times are Unix seconds."""
+
+    key: str
+    entry_id: str
+    request_id: str
+    ingress: str
+    attempt: int
+    arrival_s: float
+    deadline_s: float
+    slo: Slo
+
+
+class DeadlineQueue:
+    """Earliest deadline first; a late request goes behind all others or, if its class says so, out (`shed`)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, float, str, str]] = []
+        self._late: deque[tuple[str, str]] = deque()
+        self._items: dict[tuple[str, str], Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, place: tuple[str, str]) -> bool:
+        return place in self._items
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._items.values())
+
+    def add(self, item: Waiting) -> None:
+        """Queue it; an entry that is here already stays as it is."""
+        place = (item.key, item.entry_id)
+        if place not in self._items:
+            self._items[place] = item
+            heapq.heappush(self._heap, (item.deadline_s, item.arrival_s, *place))
+
+    def remove(self, item: Waiting) -> None:
+        """It was released, shed, or is gone."""
+        self._items.pop((item.key, item.entry_id), None)
+
+    def shed(self, now: float) -> list[Waiting]:
+        """Take out what is past its deadline and wants no late answer; the other late ones lose their turn."""
+        out: list[Waiting] = []
+        while self._heap and self._heap[0][0] <= now:
+            *_, key, entry_id = heapq.heappop(self._heap)
+            item = self._items.get((key, entry_id))
+            if item is None:
+                continue
+            if item.slo.late == "reject":
+                out.append(item)
+                self.remove(item)
+            else:
+                self._late.append((key, entry_id))
+        return out
+
+    def first(self, count: int) -> list[Waiting]:
+        """The next `count` in order of release; they stay until they are removed."""
+        self._drop_removed()
+        found: list[Waiting] = []
+        ahead: list[tuple[float, float, str, str]] = []
+        while self._heap and len(found) < count:
+            row = heapq.heappop(self._heap)
+            if (item := self._items.get((row[2], row[3]))) is not None:
+                ahead.append(row)
+                found.append(item)
+        for row in ahead:
+            heapq.heappush(self._heap, row)
+        for place in self._late:
+            if len(found) >= count:
+                break
+            if place in self._items:
+                found.append(self._items[place])
+        return found
+
+    def _drop_removed(self) -> None:
+        while self._late and self._late[0] not in self._items:
+            self._late.popleft()

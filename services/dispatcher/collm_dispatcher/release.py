@@ -1,0 +1,73 @@
+"""Moving requests: from an original stream into a subflow, or out with an error. Each move is one script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collm_common import messages
+from collm_common.errors import FencedError
+from collm_common.keys import Keys
+from collm_common.messages import Failed, Replies
+from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
+from collm_common.scripts import GIVE_UP
+from redis.asyncio import Redis
+
+from collm_dispatcher.policy.queue import Waiting
+
+RELEASE = """
+-- KEYS: leader lease, subflow, replica hash, replica lease, then the original stream of each entry.
+-- ARGV: token, most in flight, group, idle state, then each entry id.
+-- Returns the room that is left, then for each entry it got to: 1 moved, 0 gone (its client left).
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
+local room = tonumber(ARGV[2]) - redis.call('XLEN', KEYS[2])
+local seen = redis.call('HMGET', KEYS[3], 'ready', 'state')
+if seen[1] ~= '1' or seen[2] == ARGV[4] or redis.call('EXISTS', KEYS[4]) == 0 then return {0} end
+local moved = {0}
+for i = 5, #KEYS do
+  if room <= 0 then break end
+  local rows = redis.call('XRANGE', KEYS[i], ARGV[i], ARGV[i])
+  redis.call('XACK', KEYS[i], ARGV[3], ARGV[i])
+  if #rows == 0 then
+    moved[#moved + 1] = 0
+  else
+    redis.call('XDEL', KEYS[i], ARGV[i])
+    redis.call('XADD', KEYS[2], '*', unpack(rows[1][2]))
+    room = room - 1
+    moved[#moved + 1] = 1
+  end
+end
+moved[1] = math.max(room, 0)
+return moved
+"""
+
+
+class Mover:
+    """Both moves of the dispatch loop. `token` is the leader's fencing token."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._keys = keys
+        self._release = redis.register_script(RELEASE)
+        self._give_up = redis.register_script(GIVE_UP)
+
+    async def release(
+        self, lease_key: str, token: str, replica: str, most: int, entries: Sequence[Waiting]
+    ) -> tuple[int, int]:
+        """Move `entries` in order while the replica has room for `most` in flight; (room left, entries settled).
+
+        A settled entry was moved or is gone. Raises FencedError, with nothing moved, if the token is not the lease's.
+        """
+        keys = [lease_key, self._keys.subflow(replica), self._keys.replica(replica), self._keys.lease(replica)]
+        args: list[str | int] = [token, most, GROUP, "idle"]
+        reply = await self._release(
+            keys=keys + [entry.key for entry in entries], args=args + [entry.entry_id for entry in entries]
+        )
+        if reply is None:
+            raise FencedError(f"{token} does not lead any more")
+        return int(reply[0]), len(reply) - 1
+
+    async def refuse(self, entry: Waiting, status: int, code: str, message: str) -> bool:
+        """Answer an entry with an error and remove it; False if it is not there any more."""
+        failed = Replies(items=(Failed(entry.request_id, entry.attempt, status, code, message),))
+        args = [GROUP, entry.entry_id, entry.request_id, messages.encode(failed), REPLIES_MAXLEN]
+        args.append(round(REPLIES_TTL_S * 1000))
+        return bool(await self._give_up(keys=[entry.key, self._keys.replies(entry.ingress)], args=args))

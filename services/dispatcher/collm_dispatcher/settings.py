@@ -1,0 +1,48 @@
+"""Settings of the dispatcher (COLLM_DISPATCHER_*): ingress, dispatch loop, or both in one process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from collm_common.settings import Common
+from collm_common.types import Count, Name, Positive, Slo
+from msgspec import Meta
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class DispatcherSettings(Common, frozen=True, kw_only=True):
+    """`models` maps the name clients use to the folder or hub name of its tokenizer.
+
+    `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
+    class gets. Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch.
+    """
+
+    models: dict[Name, str] = {}
+    host: str = "0.0.0.0"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    id: str = ""
+
+    slo_classes: dict[Name, dict[str, float | str]] = {}
+    max_streams: AtLeastOne = 32
+    max_body_kb: AtLeastOne = 1024
+    max_upload_mb: AtLeastOne = 64
+    max_open: AtLeastOne = 1024
+    max_tokens: AtLeastOne = 256
+    max_attempts: AtLeastOne = 5
+    request_timeout_s: Positive = 300.0
+    drain_s: Positive = 30.0
+    retry_after_s: Positive = 1.0
+
+    lease_ttl_s: Positive = 3.0
+    refresh_s: Positive = 0.25
+    macro_s: Positive = 0.25
+    poll_s: Positive = 0.004
+    hold_s: Annotated[float, Meta(ge=0)] = 0.0
+    max_held: AtLeastOne = 4096
+    headroom: Fraction = 0.2
+    pause_s: Positive = 1.0
+    resume_s: Positive = 10.0
+    away_grace_s: Positive = 6.0
+    telemetry_horizon: Count = 200

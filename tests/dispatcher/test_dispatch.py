@@ -1,0 +1,243 @@
+"""The dispatch loop on a real broker, with replicas that need no model."""
+
+from __future__ import annotations
+
+import pytest
+from collm_common import messages, streams
+from collm_common.errors import FencedError
+from collm_common.keys import Keys
+from collm_common.lease import Lease
+from collm_common.messages import Done, Failed, Lost, ReplicaChanged, Request, StateChanged
+from collm_common.registry import Registry
+from collm_common.requeue import GROUP
+from collm_common.streams import AckPolicy, WorkQueue
+from collm_common.types import ReplicaState, SamplingParams, Slo
+from collm_dispatcher.policy.queue import Waiting
+from collm_dispatcher.release import Mover
+from redis.asyncio import Redis
+
+from tests.dispatcher.support import dispatcher, lengths, offer, register, replica
+from tests.replica.support import replies, request
+from tests.support.waiting import eventually
+
+ORIGINAL = Keys().requests("m", "s")
+
+
+async def finished(redis: Redis, keys: Keys) -> set[str]:
+    return {reply.id for reply in await replies(redis, keys) if isinstance(reply, Done)}
+
+
+async def test_requests_reach_a_replica_and_leave_no_trace(redis: Redis, keys: Keys) -> None:
+    """A request that stays in the original stream after its release would be served twice."""
+    async with replica(redis, keys), dispatcher(redis):
+        await offer(redis, keys, *(request(f"q{n}") for n in range(10)))
+
+        async def done() -> bool:
+            return len(await finished(redis, keys)) == 10
+
+        await eventually(done)
+    assert await redis.xlen(ORIGINAL) == 0
+    assert (await redis.xpending(ORIGINAL, GROUP))["pending"] == 0
+
+
+async def test_no_more_than_b_are_in_flight_and_the_earliest_deadline_goes_first(redis: Redis, keys: Keys) -> None:
+    """A flood into the subflow: then the replica's order counts instead of the deadlines."""
+    await register(redis, keys)
+    await offer(redis, keys, *(request(f"q{n}", deadline_s=4e9 - n) for n in range(12)))
+    async with dispatcher(redis) as running:
+        await eventually(lambda: running.leaders and running.leaders["m"].held == 8)
+        rows = streams.parse("", await redis.xrange(keys.subflow("r1")))
+    assert {row.id for row in rows} == {"q11", "q10", "q9", "q8"}
+
+
+async def test_room_is_used_as_soon_as_it_is_there(redis: Redis, keys: Keys) -> None:
+    """A loop that waits for the next arrival although a replica has room again."""
+    async with replica(redis, keys, infer_batch_max=1), dispatcher(redis):
+        await offer(redis, keys, *(request(f"q{n}") for n in range(30)))
+
+        async def done() -> bool:
+            return len(await finished(redis, keys)) == 30
+
+        await eventually(done, 5)
+
+
+async def test_a_stale_leader_moves_nothing(redis: Redis, keys: Keys) -> None:
+    """A paused process that wakes up after another took over."""
+    await register(redis, keys)
+    await offer(redis, keys, request())
+    old = Lease(redis, keys, "dispatch:m", "old", 30)
+    token = await old.hold()
+    assert token is not None
+    await old.release()
+    assert await Lease(redis, keys, "dispatch:m", "new", 30).hold()
+    queue = WorkQueue(redis, ORIGINAL, GROUP, "old", AckPolicy.BY_HANDLER)
+    await queue.create()
+    (entry,) = await queue.read(1, 0)
+    item = Waiting(ORIGINAL, entry.entry_id, "q1", "i1", 0, 0.0, 9e9, Slo("s"))
+    with pytest.raises(FencedError):
+        await Mover(redis, keys).release(old.key, token, "r1", 4, [item])
+    assert await redis.xlen(ORIGINAL) == 1
+    assert await lengths(redis, keys, "r1") == [0]
+
+
+@pytest.mark.parametrize("wrong", [{"state": ReplicaState.IDLE}, {"ready": False}, {"lease_s": 0.001}])
+async def test_a_replica_that_must_not_serve_gets_nothing(redis: Redis, keys: Keys, wrong: dict[str, object]) -> None:
+    """A decision made on a view of the cell that was a moment old."""
+    await register(redis, keys, **wrong)  # type: ignore[arg-type]
+    await eventually(lambda: _lease_as_wanted(redis, keys, "lease_s" not in wrong))
+    await offer(redis, keys, request())
+    lease = Lease(redis, keys, "dispatch:m", "d1", 30)
+    token = await lease.hold()
+    assert token is not None
+    (row,) = streams.parse(ORIGINAL, await redis.xrange(ORIGINAL))
+    item = Waiting(ORIGINAL, row.entry_id, "q1", "i1", 0, 0.0, 9e9, Slo("s"))
+    assert await Mover(redis, keys).release(lease.key, token, "r1", 4, [item]) == (0, 0)
+    assert await redis.xlen(ORIGINAL) == 1
+
+
+async def _lease_as_wanted(redis: Redis, keys: Keys, there: bool) -> bool:
+    return bool(await redis.exists(keys.lease("r1"))) is there
+
+
+async def test_one_of_two_leads_and_the_other_takes_over_with_the_backlog(redis: Redis, keys: Keys) -> None:
+    """Entries that a dead dispatcher had read are stuck with it for ever."""
+    await offer(redis, keys, *(request(f"q{n}") for n in range(6)))
+    async with dispatcher(redis, "d2") as second:
+        async with dispatcher(redis, "d1") as first:
+            await eventually(lambda: "m" in first.leaders and "m" in second.leaders)
+            both = {"d1": first.leaders["m"], "d2": second.leaders["m"]}
+            await eventually(lambda: sum(leader.leads for leader in both.values()) == 1)
+            await eventually(lambda: sum(leader.held for leader in both.values()) == 6)
+            assert sum(leader.leads for leader in both.values()) == 1
+        await eventually(lambda: second.leaders["m"].leads and second.leaders["m"].held == 6)
+        async with replica(redis, keys):
+
+            async def done() -> bool:
+                return len(await finished(redis, keys)) == 6
+
+            await eventually(done)
+
+
+async def test_a_cancelled_entry_is_skipped(redis: Redis, keys: Keys) -> None:
+    """A client that left while its request waited is served all the same, or blocks the queue."""
+    await offer(redis, keys, request("gone"), request("here"))
+    async with dispatcher(redis) as running:
+        await eventually(lambda: running.leaders and running.leaders["m"].held == 2)
+        (row, _) = await redis.xrange(ORIGINAL)
+        await redis.xack(ORIGINAL, GROUP, row[0])
+        await redis.xdel(ORIGINAL, row[0])
+        async with replica(redis, keys):
+
+            async def done() -> bool:
+                return await finished(redis, keys) == {"here"}
+
+            await eventually(done)
+            await eventually(lambda: running.leaders["m"].held == 0)
+
+
+async def test_past_its_deadline_a_request_is_refused_or_served_late_as_its_class_says(
+    redis: Redis, keys: Keys
+) -> None:
+    """A request that is dropped silently, or that takes the place of one that could still be in time."""
+    strict, patient = Slo("strict", e2e_s=1, late="reject"), Slo("patient", e2e_s=1)
+    await offer(redis, keys, request("no", slo=strict, deadline_s=1.0), request("late", slo=patient, deadline_s=1.0))
+    async with replica(redis, keys), dispatcher(redis):
+
+        async def answered() -> bool:
+            said = await replies(redis, keys)
+            refused = [(r.id, r.status, r.code) for r in said if isinstance(r, Failed)]
+            return refused == [("no", 503, "rejected-ttl-expired")] and await finished(redis, keys) == {"late"}
+
+        await eventually(answered)
+    assert await redis.xlen(keys.requests("m", "strict")) == 0
+
+
+async def test_a_dead_replicas_requests_go_back_and_the_cell_is_told(redis: Redis, keys: Keys) -> None:
+    """A client that waits for ever for a replica that is gone."""
+    await register(redis, keys)
+    await offer(redis, keys, request())
+    async with dispatcher(redis):
+        await eventually(lambda: _moved(redis, keys))
+        await redis.delete(keys.lease("r1"))
+
+        async def lost() -> bool:
+            return [type(reply) for reply in await replies(redis, keys)] == [Lost]
+
+        await eventually(lost)
+        await eventually(lambda: _events(redis, keys, ReplicaChanged))
+    assert await lengths(redis, keys, "r1") == [0]
+    assert (await Registry(redis, keys).replicas())["r1"].ready is False
+
+
+async def _moved(redis: Redis, keys: Keys) -> bool:
+    return await lengths(redis, keys, "r1") == [1]
+
+
+async def _events(redis: Redis, keys: Keys, kind: type) -> list[messages.AnyMessage]:
+    found = [messages.decode(entry.data) for entry in streams.parse("", await redis.xrange(keys.events))]
+    return [message for message in found if isinstance(message, kind)]
+
+
+async def test_an_idle_replica_is_promoted_when_nobody_else_serves(redis: Redis, keys: Keys) -> None:
+    """Requests that wait although a replica is there."""
+    async with replica(redis, keys, state=ReplicaState.IDLE), dispatcher(redis):
+        await offer(redis, keys, request())
+
+        async def done() -> bool:
+            return await finished(redis, keys) == {"q1"}
+
+        await eventually(done)
+    (event,) = await _events(redis, keys, StateChanged)
+    assert isinstance(event, StateChanged)
+    assert (event.before, event.after) == (ReplicaState.IDLE, ReplicaState.SERVING)
+
+
+async def test_overload_pauses_training_and_calm_resumes_it(redis: Redis, keys: Keys) -> None:
+    """Training that goes on while requests miss their deadlines, or that never starts again."""
+    await register(redis, keys, state=ReplicaState.COMBINED, infer_batch_max=1)
+    await offer(redis, keys, *(request(f"q{n}") for n in range(5)))
+
+    async def commands() -> list[str]:
+        return [entry.kind for entry in streams.parse("", await redis.xrange(keys.control("r1")))]
+
+    async with dispatcher(redis):
+
+        async def paused() -> bool:
+            return await commands() == ["pause_training"]
+
+        async def resumed() -> bool:
+            return await commands() == ["pause_training", "resume_training"]
+
+        await eventually(paused)
+        async with replica(redis, keys, state=ReplicaState.COMBINED, infer_batch_max=1):
+            await eventually(resumed)
+
+
+async def test_garbage_in_a_stream_is_dropped_and_the_rest_served(redis: Redis, keys: Keys) -> None:
+    """One bad entry that stops a whole stream."""
+    await redis.sadd(keys.streams, "m|s")
+    await redis.xadd(ORIGINAL, streams.fields("request", "bad", b"garbage"))
+    async with replica(redis, keys), dispatcher(redis):
+        await offer(redis, keys, request())
+
+        async def done() -> bool:
+            return await finished(redis, keys) == {"q1"} and await redis.xlen(ORIGINAL) == 0
+
+        await eventually(done)
+
+
+def _many(count: int, tokens: int) -> list[Request]:
+    return [request(f"q{n}", sampling=SamplingParams(max_tokens=tokens)) for n in range(count)]
+
+
+async def test_replicas_share_the_load(redis: Redis, keys: Keys) -> None:
+    """All requests on one replica while another has room."""
+    await register(redis, keys, "r1")
+    await register(redis, keys, "r2")
+    await offer(redis, keys, *_many(4, 4))
+    async with dispatcher(redis):
+
+        async def shared() -> bool:
+            return await lengths(redis, keys, "r1", "r2") == [2, 2]
+
+        await eventually(shared)
