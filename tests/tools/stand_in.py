@@ -74,5 +74,7 @@ async def _join(redis: Redis, replica: str) -> None:
 
 
 async def _tell(redis: Redis) -> None:
+    await redis.hset(KEYS.adapter("desk"), mapping={"model": os.environ["STAND_IN_MODEL"], "version": 0})
+    await redis.sadd(KEYS.adapters, "desk")
     for event in cell.events(time.time()):
         await append(redis, KEYS.events, kind(event), "e", encode(event))

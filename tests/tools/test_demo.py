@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestServer
+from collm_common.broker import connection
 from collm_common.errors import CollmError, DataError
 from collm_common.keys import Keys
 from collm_common.messages import Event, InferenceReport, TrainReport, encode, kind
@@ -31,6 +32,7 @@ from msgspec import json as msgjson
 from redis.asyncio import Redis
 from rich.console import Console
 
+from tests.support.broker import Broker
 from tests.support.waiting import eventually
 from tests.tools import cell
 
@@ -254,9 +256,7 @@ async def test_everything_on_the_streams_is_recorded(redis: Redis, keys: Keys, t
     seen: list[Event] = []
     recorder = Recorder(redis, keys, seen.append)
     task = asyncio.create_task(recorder.run())
-    assert await recorder.until(
-        lambda: len(recorder.events) == len(cell.events()) and len(recorder.training) == 5, 10.0
-    )
+    await eventually(lambda: len(recorder.events) == len(cell.events()) and len(recorder.training) == 5)
     task.cancel()
     assert seen == recorder.events == cell.events()
     assert recorder.reports == cell.reports()
@@ -264,11 +264,6 @@ async def test_everything_on_the_streams_is_recorded(redis: Redis, keys: Keys, t
     times = [json.loads(line)["time_s"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert times == sorted(times)
     assert len(times) == len(cell.events()) + 12 + 5
-
-
-async def test_waiting_for_what_never_comes_ends(redis: Redis, keys: Keys) -> None:
-    """Catches a demo that hangs on a job that never ends."""
-    assert not await Recorder(redis, keys).until(lambda: False, 0.01)
 
 
 async def test_a_performance_ends_in_a_full_report(redis: Redis, keys: Keys) -> None:
@@ -280,7 +275,7 @@ async def test_a_performance_ends_in_a_full_report(redis: Redis, keys: Keys) -> 
         for replica in cell.REPLICAS:
             await Registry(redis, keys).register(cell.info(replica, data_url=url), 60)
         task = asyncio.create_task(recorder.run())
-        await recorder.until(lambda: len(recorder.events) == len(cell.events()), 10.0)
+        await eventually(lambda: len(recorder.events) == len(cell.events()))
         target = Target(url=url, model="m", slo=SLO)
         texts = Corpus((), (), (Prompt((("user", "q"),), "a"),))
         offers = [Offer(0.01 * n, Prompt((("user", "q"),), "a"), 5) for n in range(3)]
@@ -292,6 +287,15 @@ async def test_a_performance_ends_in_a_full_report(redis: Redis, keys: Keys) -> 
     assert quality.after == pytest.approx(0.8)
     assert played.report.requests.offered == len(played.records) == 3
     assert len(said) == 4
+
+
+async def test_the_models_own_adapter_is_asked_for(redis: Redis, keys: Keys) -> None:
+    """Catches a demo that asks the bare model for ever, or another model's adapter."""
+    assert await play.served_as(redis, keys, "m", 0.0) == "m"
+    for name, model in (("a", "other"), ("b", "m")):
+        await redis.hset(keys.adapter(name), mapping={"model": model, "version": 0})
+        await redis.sadd(keys.adapters, name)
+    assert await play.served_as(redis, keys, "m", 0.0) == "b"
 
 
 async def test_an_unscored_held_out_answer_stops_the_demo(redis: Redis, keys: Keys) -> None:
@@ -310,15 +314,35 @@ async def test_a_replica_without_a_digest_is_an_error(redis: Redis, keys: Keys) 
 
 
 async def test_a_running_job_is_waited_for(redis: Redis, keys: Keys) -> None:
-    """Catches scoring in the middle of the last round."""
-    recorder, said = Recorder(redis, keys), list[str]()
-    for event in cell.events()[:-1]:
-        recorder.note(event)
-    performance = Play(redis, keys, recorder, Target(url="u", model="m", slo=SLO), said.append)
+    """Catches scoring in the middle of the last round, and waiting for a job that began later."""
+    said = list[str]()
+    await redis.sadd(keys.jobs, "j1")
+    performance = Play(redis, keys, Recorder(redis, keys), Target(url="u", model="m", slo=SLO), said.append)
     waiting = asyncio.create_task(performance.settle())
     await eventually(lambda: said)
-    await append(redis, keys.events, "job_changed", "j1", encode(cell.events()[-1]))
-    recording = asyncio.create_task(recorder.run())
-    await waiting
-    recording.cancel()
-    assert not play.running_jobs(recorder)
+    assert not waiting.done()
+    await redis.sadd(keys.jobs, "j2")
+    await redis.srem(keys.jobs, "j1")
+    await asyncio.wait_for(waiting, 10.0)
+
+
+async def test_the_recorder_outlives_a_broker_restart(tmp_path: Path, keys: Keys) -> None:
+    """Catches a recording that silently ends when the broker is away for a moment."""
+    broker = Broker()
+    broker.start()
+    try:
+        async with connection(broker.url) as redis:
+            recorder = Recorder(redis, keys)
+            task = asyncio.create_task(recorder.run())
+            first, *others = cell.events()
+            await append(redis, keys.events, kind(first), "e", encode(first))
+            await eventually(lambda: recorder.events)
+            await asyncio.to_thread(broker.stop)
+            await asyncio.to_thread(broker.start)
+            for event in others:
+                await append(redis, keys.events, kind(event), "e", encode(event))
+            await eventually(lambda: recorder.events == cell.events())
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    finally:
+        broker.close()

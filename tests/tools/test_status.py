@@ -13,7 +13,8 @@ from collm_common.messages import encode, kind
 from collm_common.registry import Registry
 from collm_common.streams import append
 from collm_common.types import ReplicaState
-from collm_tools.cli import main
+from collm_tools.cli import main, parser
+from collm_tools.commands.status import watch
 from collm_tools.status.snapshot import figures, take, throughput
 from collm_tools.status.view import render
 from collm_tools.story import event_line
@@ -21,6 +22,7 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from tests.support.broker import Broker
+from tests.support.waiting import eventually
 from tests.tools import cell
 
 
@@ -107,6 +109,25 @@ async def test_status_as_json_and_once(
     assert json.loads(capsys.readouterr().out)["replicas"][0]["info"]["id"] == "r1"
     assert await asyncio.to_thread(main, [*common, "--once"]) == 0
     assert "r1" in capsys.readouterr().out
+
+
+async def test_the_live_view_ends_quietly(
+    redis: Redis, keys: Keys, broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a traceback on Ctrl-C, and a table that is drawn once only."""
+    arguments = parser().parse_args(["status", "--redis", broker.url, "--url", "", "--every", "0.01"])
+    live = asyncio.create_task(watch(arguments))
+    calls = "cmdstat_smembers"
+    await redis.config_resetstat()
+    await eventually(lambda: looked_at(redis, calls))
+    live.cancel()
+    assert await live == 0
+
+
+async def looked_at(redis: Redis, calls: str) -> bool:
+    """Whether the registry was read at least three times."""
+    found = await redis.info("commandstats")
+    return bool(found.get(calls, {}).get("calls", 0) >= 9)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     paths = [str(write_packages(tmp_path / "packages")), *os.environ.get("PYTHONPATH", "").split(os.pathsep), str(root)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(os.path.abspath(path) for path in paths if path))
+    monkeypatch.setenv("STAND_IN_MODEL", tmp_path.name)
     monkeypatch.chdir(tmp_path)
     yield
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before

@@ -24,7 +24,7 @@ from collm_tools.commands.types import Subcommands, port, positive
 from collm_tools.demo import plan, timeline
 from collm_tools.demo.corpus import Corpus, training_rows
 from collm_tools.demo.plan import DemoOptions
-from collm_tools.demo.play import Play, Played
+from collm_tools.demo.play import Play, Played, served_as
 from collm_tools.demo.recorder import Recorder
 from collm_tools.demo.report import shortcomings
 from collm_tools.load.client import RequestRecord, Target
@@ -156,7 +156,8 @@ async def _perform(
             recorder = Recorder(redis, stack.keys, on_event)
             recording = asyncio.create_task(recorder.run())
             try:
-                target = Target(url=stack.url, model=stack.options.served_name, slo=plan.SLO)
+                model = await served_as(redis, stack.keys, stack.options.served_name, plan.ADAPTER_PATIENCE_S)
+                target = Target(url=stack.url, model=model, slo=plan.SLO, slo_class=plan.SLO.name)
                 tally = _Tally(progress, bar)
                 play = Play(redis, stack.keys, recorder, target, say, tally.count, options.heldout_gap_s)
                 played = await play.perform(offers, texts)

@@ -15,6 +15,7 @@ from collm_common.settings import Common
 from rich.console import Console
 from rich.live import Live
 
+from collm_tools.cancelling import check_cancelled
 from collm_tools.commands.types import Subcommands, positive
 from collm_tools.status.snapshot import take
 from collm_tools.status.view import render
@@ -39,10 +40,11 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Until Ctrl-C, or once. Raises BrokerError when the broker is away."""
-    return asyncio.run(_run(arguments))
+    return asyncio.run(watch(arguments))
 
 
-async def _run(arguments: argparse.Namespace) -> int:
+async def watch(arguments: argparse.Namespace) -> int:
+    """As `run`; a cancel ends the live view."""
     keys, console = Keys(arguments.key_prefix), Console()
     try:
         async with connection(arguments.redis) as redis:
@@ -56,6 +58,7 @@ async def _run(arguments: argparse.Namespace) -> int:
             with contextlib.suppress(asyncio.CancelledError), Live(render(snapshot), console=console) as live:
                 while True:
                     await asyncio.sleep(arguments.every)
+                    check_cancelled()
                     live.update(render(await take(redis, keys, arguments.url)))
     except AWAY as error:
         raise BrokerError(f"no broker at {arguments.redis}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from collm_tools.load.runner import Offer, plan
 REPLICAS = 3
 MAX_TOKENS = 32
 HELDOUT_MAX_TOKENS = 1
-SLO = Slo(name="demo", ttft_s=6.0, e2e_s=20.0)
+SLO = Slo(name="default", ttft_s=6.0, e2e_s=20.0)
 PHASES = ((1.0, 60.0), (0.05, 160.0), (1.0, 60.0))
 JOB_PATIENCE_S = 120.0
+ADAPTER_PATIENCE_S = 10.0
 HELDOUT_GAP_S = 0.4
 
 # Two cores: one thread a process, short sequences, small rounds.
 SERVICE_SETTINGS = {
+    "COLLM_DISPATCHER_SLO_CLASSES": json.dumps({SLO.name: {"ttft_s": SLO.ttft_s, "e2e_s": SLO.e2e_s}}),
     "COLLM_REPLICA_DEVICE": "cpu",
     "COLLM_REPLICA_DTYPE": "float32",
     "COLLM_REPLICA_CONTEXT_TOKENS": "512",

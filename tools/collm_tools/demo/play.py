@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import aiohttp
 from collm_common.errors import CollmError
 from collm_common.keys import Keys
-from collm_common.messages import JobChanged
 from collm_common.registry import Registry
 from msgspec import Struct, structs
 from redis.asyncio import Redis
 
+from collm_tools.cancelling import check_cancelled
 from collm_tools.demo import plan
 from collm_tools.demo.corpus import Corpus
 from collm_tools.demo.recorder import Recorder
@@ -24,6 +24,7 @@ from collm_tools.load.prompts import Prompt
 from collm_tools.load.runner import Offer, run_load
 
 DIGEST_TIMEOUT_S = 120.0
+POLL_S = 0.25
 
 
 class Played(Struct, frozen=True):
@@ -81,19 +82,31 @@ class Play:
         return records
 
     async def settle(self) -> None:
-        """Until no federated job runs, at most JOB_PATIENCE_S."""
-        if running_jobs(self.recorder):
+        """Until the jobs that run now have ended, at most JOB_PATIENCE_S."""
+        end_s = time.monotonic() + plan.JOB_PATIENCE_S
+        running = open_jobs = await self._open_jobs()
+        if running:
             self._say("waiting for the running job to end")
-            await self.recorder.until(lambda: not running_jobs(self.recorder), plan.JOB_PATIENCE_S)
+        while running & open_jobs and time.monotonic() < end_s:
+            await asyncio.sleep(POLL_S)
+            check_cancelled()
+            open_jobs = await self._open_jobs()
+
+    async def _open_jobs(self) -> set[bytes]:
+        return set(await self.redis.smembers(self.keys.jobs))
 
 
-def running_jobs(recorder: Recorder) -> set[str]:
-    """Jobs whose last event is not their end."""
-    last = {event.job: event.status for event in recorder.events if isinstance(event, JobChanged)}
-    return {job for job, status in last.items() if status not in ENDED}
-
-
-ENDED = frozenset({"succeeded", "failed", "cancelled", "aborted", "finished", "ended", "done"})
+async def served_as(redis: Redis, keys: Keys, model: str, within_s: float) -> str:
+    """What to ask for: the adapter that is trained for `model` (version 0 is the bare model), if one shows up in time."""
+    end_s = time.monotonic() + within_s
+    while True:
+        for name in sorted(member.decode() for member in await redis.smembers(keys.adapters)):
+            if await redis.hget(keys.adapter(name), "model") == model.encode():
+                return name
+        if time.monotonic() > end_s:
+            return model
+        await asyncio.sleep(POLL_S)
+        check_cancelled()
 
 
 async def fresh_digests(redis: Redis, keys: Keys) -> Mapping[str, str]:

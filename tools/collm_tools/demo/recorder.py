@@ -15,6 +15,8 @@ from collm_common.messages import Event, InferenceReport, TrainReport
 from collm_common.streams import Tail
 from redis.asyncio import Redis
 
+from collm_tools.cancelling import check_cancelled
+
 LIMIT = 200_000
 READ_COUNT = 1000
 AWAY_PAUSE_S = 0.5
@@ -29,11 +31,11 @@ class Recorder:
         self.training: list[TrainReport] = []
         self._tail = Tail(redis, keys.events, keys.telemetry)
         self._on_event = on_event
-        self._news = asyncio.Event()
 
     async def run(self) -> None:
         """From the beginning of both streams, until cancelled. A broker that is away is waited for."""
         while True:
+            check_cancelled()
             try:
                 await self._tail.start("0")
                 entries = await self._tail.read(READ_COUNT)
@@ -42,8 +44,6 @@ class Recorder:
                 continue
             for entry in entries:
                 self.note(messages.decode(entry.data))
-            if entries:
-                self._news.set()
 
     def note(self, message: messages.AnyMessage) -> None:
         """File one message. Raises CollmError when there are more than a demo can have."""
@@ -56,17 +56,6 @@ class Recorder:
             self._on_event(message)
         if max(len(self.events), len(self.reports), len(self.training)) > LIMIT:
             raise CollmError(f"more than {LIMIT} messages of one sort in a demo")
-
-    async def until(self, condition: Callable[[], bool], within_s: float) -> bool:
-        """Whether `condition` came true within the time; it is looked at whenever something was noted."""
-        try:
-            async with asyncio.timeout(within_s):
-                while not condition():
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            return condition()
-        return True
 
     def save(self, path: Path) -> None:
         """All messages as JSON lines, by time."""

@@ -85,7 +85,7 @@ def _states(axis: Any, lanes: dict[str, list[tuple[str, float, float]]]) -> None
     axis.invert_yaxis()
     for state, colour in STATE_COLOURS.items():
         axis.barh(0, 0, color=colour, label=state)
-    axis.legend(loc="upper right", fontsize="small", ncols=3)
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", ncols=3, borderaxespad=0.1)
     axis.set_ylabel("state")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from collm_common.broker import AWAY, connect
 from collm_common.errors import BrokerError
 
+from collm_tools.cancelling import check_cancelled
 from collm_tools.stack.service import Service, Spec
 
 POLL_S = 0.05
@@ -23,6 +24,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def require_free(port: int) -> None:
+    """Raises BrokerError if somebody listens there: their broker must not be taken for ours."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise BrokerError(f"port {port} for the embedded broker: {error.strerror}") from error
 
 
 def server_binary() -> Path:
@@ -62,6 +73,7 @@ async def wait_for_broker(url: str, deadline_s: float, service: Service | None =
         raise BrokerError(f"{url}: {error}") from error
     try:
         while True:
+            check_cancelled()
             try:
                 await client.ping()
             except AWAY as error:

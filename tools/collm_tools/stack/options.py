@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ def service_specs(options: StackOptions, model: Path | str, redis_url: str, port
     """Every service but the broker, in the order of start. `model` is the resolved folder."""
     shared = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
     shared |= {f"{PREFIX}REDIS_URL": redis_url} | dict.fromkeys(THREAD_VARIABLES, "1") | dict(options.env)
-    dispatcher = {"HOST": options.host, "PORT": str(port), "MODELS": _models(options.served_name, model)}
+    dispatcher = {"HOST": options.host, "PORT": str(port), "MODELS": json.dumps({options.served_name: str(model)})}
     specs = [_spec("dispatcher", "dispatcher", dispatcher, shared)]
     for index, replica in enumerate(options.replica_ids):
         own = {
@@ -74,7 +75,3 @@ def service_specs(options: StackOptions, model: Path | str, redis_url: str, port
 def _spec(name: str, service: str, own: Mapping[str, str], shared: Mapping[str, str]) -> Spec:
     settings = {f"{PREFIX}{service.upper()}_{key}": value for key, value in own.items()}
     return Spec(name, [sys.executable, "-m", f"collm_{service}"], {**shared, **settings})
-
-
-def _models(served_name: str, model: Path | str) -> str:
-    return f'{{"{served_name}": "{model}"}}'

@@ -14,7 +14,8 @@ from collm_common.keys import Keys
 from collm_common.registry import Registry
 from collm_common.settings import Common
 
-from collm_tools.stack.broker import broker_spec, free_port, wait_for_broker
+from collm_tools.cancelling import check_cancelled
+from collm_tools.stack.broker import broker_spec, free_port, require_free, wait_for_broker
 from collm_tools.stack.model import resolve_model
 from collm_tools.stack.options import StackOptions, service_specs
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
@@ -81,6 +82,7 @@ class Stack:
         async with connection(self.redis_url) as redis, aiohttp.ClientSession() as session:
             registry = Registry(redis, self.keys)
             while True:
+                check_cancelled()
                 ready = await _ready_replicas(registry)
                 if ready != seen:
                     self._notify(f"{ready} of {self.options.replicas} replicas ready")
@@ -106,6 +108,7 @@ class Stack:
 
     async def _start_broker(self) -> None:
         if not self.options.redis_url:
+            require_free(self.redis_port)
             spec = broker_spec(self.redis_port, self.options.run_dir / "broker")
             self.broker = self._service(spec)
             await self.broker.start()
