@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from collm_common.clock import Clock
 from collm_common.errors import ModelError
@@ -72,9 +73,8 @@ class Keeper:
         await child.start()
         death = asyncio.create_task(child.wait())
         try:
-            await asyncio.wait(
-                [death, child.ready], timeout=self._settings.start_timeout_s, return_when="FIRST_COMPLETED"
-            )
+            first: list[asyncio.Future[Any]] = [death, child.ready]
+            await asyncio.wait(first, timeout=self._settings.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 return f"exit status {death.result()} while starting"
             if not child.ready.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from collm_common import messages, streams
 from collm_common.broker import patiently
@@ -48,7 +49,7 @@ class Outbox:
         """Send for ever. Raises BrokerError when the broker stays away: then the requests are re-dispatched anyway."""
         while True:
             replies, entry_ids = await self._queue.get()
-            await patiently(lambda r=replies, e=entry_ids: self._send(r, e), PATIENCE_S)
+            await patiently(partial(self._send, replies, entry_ids), PATIENCE_S)
             self._queue.task_done()
 
     async def _send(self, replies: Sequence[tuple[str, Reply]], entry_ids: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from collm_common import messages, streams
@@ -224,7 +225,7 @@ class Serving:
             if current is None:
                 raise UnknownModel(f"no adapter {name!r}", param="model")
             if current == 0:
-                self.between_steps(lambda: name in self.engine.versions or self.engine.publish(AdapterRef(name, "0")))
+                self.between_steps(partial(self._serve_base_as, name))
             else:
                 await self.load(name, current)
         if version is None or version == "0" or self._resident(name, version):
@@ -235,6 +236,10 @@ class Serving:
             if not request.prefix and request.attempt == 0:
                 raise UnknownModel(f"adapter {name}@v{version}: {error}", param="model") from error
             return msgspec.structs.replace(request, version=None), None
+
+    def _serve_base_as(self, name: str) -> None:
+        if name not in self.engine.versions:
+            self.engine.publish(AdapterRef(name, "0"))
 
     def _resident(self, name: str, version: str) -> bool:
         current = self.engine.versions.get(name)

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -148,8 +149,9 @@ class DeviceWeights:
 
     def export(self) -> bytes:
         """What another process needs to attach; one export for one consumer, which must not be another thread."""
-        from torch.multiprocessing.reductions import reduce_tensor
+        from torch.multiprocessing import reductions
 
+        reduce_tensor: Any = reductions.reduce_tensor
         return pickle.dumps((reduce_tensor(self.flat), msgspec.msgpack.encode(self.manifest)))
 
 
@@ -179,7 +181,8 @@ def assemble(model: PreTrainedModel, weights: Views) -> PreTrainedModel:
     left = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if left:
         raise ModelError(f"weights that the files do not have: {left[:5]}")
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def digest(weights: Views) -> str:
@@ -190,7 +193,7 @@ def digest(weights: Views) -> str:
         sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         data = tensor.reshape(-1).view(torch.uint8)
         for start in range(0, data.numel(), HASH_BYTES):
-            sha.update(memoryview(data[start : start + HASH_BYTES].cpu().numpy()))
+            sha.update(data[start : start + HASH_BYTES].cpu().numpy().data)
     return sha.hexdigest()
 
 

@@ -1,37 +1,53 @@
 """Gradient noise scale tr(Sigma) / |G|^2, from the gradients of single micro-steps (McCandlish et al. 2018, A.1).
 
-With n micro-gradients g_i of B samples each and their mean g:
-    E|g_i|^2 = |G|^2 + tr(Sigma) / B        E|g|^2 = |G|^2 + tr(Sigma) / (n B)
-which gives both unknowns. Single estimates may be negative, so averages are kept and only these are clamped (as Pollux
-does). With one micro-step a step, two consecutive gradients make the pair.
+With micro-gradients g_i of b_i samples each and their mean g = sum w_i g_i, sum w_i = 1:
+    E|g_i|^2 = |G|^2 + tr(Sigma) / b_i        E|g|^2 = |G|^2 + tr(Sigma) sum w_i^2 / b_i
+which gives both unknowns without bias. Single estimates may be negative, so averages are kept and only these are
+clamped (as Pollux does).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from msgspec import Struct
 
 DECAY = 0.9
+MAX_OVERLAP = 0.9
+
+
+class MicroGradient(Struct, frozen=True):
+    """`square` is |g_i|^2 of a mean loss over `samples`; `weight` its share of the mean gradient, in any unit."""
+
+    square: float
+    weight: float
+    samples: int
 
 
 class NoiseScale:
-    """Feed it squared norms, one call an optimiser step; `value` is in samples, None until it can be told."""
+    """Feed it once an optimiser step; `value` is in samples, None until it can be told."""
 
     def __init__(self, decay: float = DECAY) -> None:
         self._decay = decay
         self._weight = self._signal = self._noise = 0.0
 
-    def update(self, micro_square: float, mean_square: float, micro_steps: int, batch: int) -> None:
-        """`micro_square`: mean of |g_i|^2; `mean_square`: |mean of g_i|^2; both of gradients of mean losses.
+    def update(self, micro: Sequence[MicroGradient], mean_square: float) -> None:
+        """`mean_square` is |g|^2 of the weighted mean of the micro-gradients.
 
-        Steps that are not finite say nothing and are skipped; so does one micro-step.
+        What says nothing is skipped: a single micro-step, values that are not finite, and micro-steps so unequal
+        that one of them is nearly the mean.
         """
-        if micro_steps < 2 or not (math.isfinite(micro_square) and math.isfinite(mean_square)):
+        squares = [gradient.square for gradient in micro]
+        if len(micro) < 2 or not all(map(math.isfinite, (*squares, mean_square))):
             return
-        signal = (micro_steps * mean_square - micro_square) / (micro_steps - 1)
-        noise = (micro_square - mean_square) * batch * micro_steps / (micro_steps - 1)
-        self._weight = self._decay * self._weight + 1 - self._decay
-        self._signal += (1 - self._decay) * (signal - self._signal)
-        self._noise += (1 - self._decay) * (noise - self._noise)
+        total = sum(gradient.weight for gradient in micro)
+        square, single = sum(squares) / len(micro), sum(1 / gradient.samples for gradient in micro) / len(micro)
+        joint = sum((gradient.weight / total) ** 2 / gradient.samples for gradient in micro)
+        if joint > MAX_OVERLAP * single:
+            return
+        noise = (square - mean_square) / (single - joint)
+        self._average(square - single * noise, noise)
 
     @property
     def value(self) -> float | None:
@@ -40,3 +56,8 @@ class NoiseScale:
             return None
         signal, noise = self._signal / self._weight, max(0.0, self._noise / self._weight)
         return noise / signal if signal > 0 else None
+
+    def _average(self, signal: float, noise: float) -> None:
+        self._weight += (1 - self._decay) * (1 - self._weight)
+        self._signal += (1 - self._decay) * (signal - self._signal)
+        self._noise += (1 - self._decay) * (noise - self._noise)

@@ -176,7 +176,7 @@ class Trainer:
 
     def _backward_once(self, samples: list[Sample], before: list[torch.Tensor] | None) -> float:
         total, tokens = self._loss(collate(samples, self._pad))
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]
         after = self._gradient()
         assert after is not None
         own = after if before is None else [new - old for new, old in zip(after, before, strict=True)]
