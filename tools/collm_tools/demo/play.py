@@ -97,10 +97,11 @@ class Play:
 
 
 async def served_as(redis: Redis, keys: Keys, model: str, within_s: float) -> str:
-    """What to ask for: the adapter that is trained for `model` (version 0 is the bare model), if one shows up in time."""
+    """What to ask for: the adapter that `model` is trained with (version 0 is the bare model), if it shows up in time."""
     end_s = time.monotonic() + within_s
     while True:
-        for name in sorted(member.decode() for member in await redis.smembers(keys.adapters)):
+        names: list[str] = sorted(member.decode() for member in await redis.smembers(keys.adapters))
+        for name in names:
             if await redis.hget(keys.adapter(name), "model") == model.encode():
                 return name
         if time.monotonic() > end_s:
