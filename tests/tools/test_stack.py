@@ -13,7 +13,11 @@ import psutil
 import pytest
 from collm_common.broker import connection
 from collm_common.errors import BrokerError, ModelError, SettingsError
+from collm_common.settings import load
+from collm_dispatcher.settings import DispatcherSettings
+from collm_replica.settings import ReplicaSettings
 from collm_tools.commands.up import welcome
+from collm_tools.demo.plan import SERVICE_SETTINGS, SLO
 from collm_tools.stack.model import demo_model, resolve_model, served_name
 from collm_tools.stack.options import StackOptions, service_specs
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
@@ -201,6 +205,16 @@ def test_each_replica_has_its_own_name_and_data(tmp_path: Path, monkeypatch: pyt
     assert len({env["COLLM_REPLICA_DATA_DIR"] for env in replicas}) == 3
     assert {env["COLLM_REPLICA_MAX_BATCH"] for env in replicas} == {"3"}
     assert all(spec.env["COLLM_REDIS_URL"] == "redis://b" for spec in specs)
+
+
+def test_services_accept_the_settings_they_are_given(tmp_path: Path) -> None:
+    """Catches a setting that a service does not know, which would stop it at its start."""
+    specs = {s.name: s for s in service_specs(options(tmp_path, env=SERVICE_SETTINGS), tmp_path, "redis://b", 80)}
+    dispatcher = load(DispatcherSettings, "dispatcher", specs["dispatcher"].env)
+    assert (dispatcher.models, dispatcher.port) == ({"m": str(tmp_path)}, 80)
+    assert dispatcher.slo_classes["default"] == {"ttft_s": SLO.ttft_s, "e2e_s": SLO.e2e_s}
+    replica = load(ReplicaSettings, "replica", specs["replica-r2"].env)
+    assert (replica.id, replica.served_name, replica.redis_url) == ("r2", "m", "redis://b")
 
 
 def test_data_folders_must_match_the_replicas(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Play:
 
 
 async def served_as(redis: Redis, keys: Keys, model: str, within_s: float) -> str:
-    """What to ask for: the adapter that `model` is trained with (version 0 is the bare model), if it shows up in time."""
+    """What to ask for: the adapter that `model` is trained with (version 0 is the bare model), if there is one."""
     end_s = time.monotonic() + within_s
     while True:
         names: list[str] = sorted(member.decode() for member in await redis.smembers(keys.adapters))
