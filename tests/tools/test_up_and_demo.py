@@ -115,8 +115,10 @@ def test_the_demo_writes_report_picture_and_records(tmp_path: Path, capsys: pyte
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_terminated_demo_leaves_nothing(tmp_path: Path) -> None:
-    """Catches services left behind by a demo that was stopped."""
+    """Catches services left behind by a demo that was stopped, and an old report that passes for its own."""
     port, out = free_port(), tmp_path / "out"
+    out.mkdir()
+    (out / "report.json").write_text("of an earlier demo")
 
     def wait() -> None:
         deadline = time.monotonic() + 30

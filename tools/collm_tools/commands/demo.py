@@ -36,6 +36,7 @@ from collm_tools.story import event_line
 
 SHOWN = (StateChanged, ReplicaChanged, JobChanged, Aggregated, AdapterPublished)
 SET_UP_S, SCORING_S = 60, 30
+RESULTS = ("report.json", "timeline.png", "events.jsonl", "records.jsonl")
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -124,7 +125,7 @@ async def _run(options: DemoOptions, texts: Corpus, offers: Sequence[Offer], con
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    options.out_dir.mkdir(parents=True, exist_ok=True)
+    clear(options.out_dir)
     with tempfile.TemporaryDirectory(prefix="collm-demo-") as run_dir:
         stack_options = StackOptions(
             model=options.model,
@@ -197,6 +198,13 @@ def _progress(duration_s: float, requests: int, console: Console) -> Iterator[tu
     columns = (TextColumn("traffic"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         yield progress, progress.add_task("traffic", total=requests, note=f"{duration_s:.0f} s of arrivals")
+
+
+def clear(out_dir: Path) -> None:
+    """Make the folder; results of an earlier demo must not pass for this one's."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name in RESULTS:
+        (out_dir / name).unlink(missing_ok=True)
 
 
 def write_data(texts: Corpus, folder: Path) -> list[Path]:
