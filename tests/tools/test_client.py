@@ -11,6 +11,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from collm_common.types import Slo
+from collm_dispatcher.ingress import objectives
+from collm_dispatcher.ingress.body import ChatBody, parse
 from collm_tools.load.client import RequestRecord, Target, body
 from collm_tools.load.prompts import Prompt
 from collm_tools.load.runner import Offer, run_load
@@ -190,3 +192,18 @@ def test_a_named_class_goes_by_name_and_limits_in_milliseconds() -> None:
     assert body(target("u", "m", slo_class="chat"), QUESTION, 5)["slo"] == "chat"
     free = Target(url="u", model="m", slo=Slo(name="free"))
     assert "slo" not in body(free, Prompt((("user", "x"),)), 5)
+
+
+def test_the_ingress_reads_what_the_client_sends() -> None:
+    """Catches an extension field that the two sides spell or measure differently."""
+    known = objectives.classes({"chat": {"ttft_s": 1.5}})
+
+    def read(asked: Target) -> tuple[ChatBody, Slo]:
+        found = parse(ChatBody, json.dumps(body(asked, QUESTION, 5)).encode())
+        return found, objectives.choose(known, {}, found.slo)
+
+    own, own_slo = read(target("u", "m", ignore_eos=True))
+    assert (own.model, own.reference, own.limit, own.ignore_eos, own.stream) == ("m", "hi", 5, True, True)
+    assert (own_slo.ttft_s, own_slo.tpot_s, own_slo.e2e_s) == (2.0, None, None)
+    assert own.conversation() == [{"role": "user", "content": "hello"}]
+    assert read(target("u", "m", slo_class="chat"))[1].ttft_s == 1.5
