@@ -78,8 +78,11 @@ def test_the_first_errors_are_listed_together_and_bounded() -> None:
 def test_the_prompt_is_masked_and_one_eos_is_kept() -> None:
     """A model that learns to repeat the question, or that never stops because padding hides its EOS."""
     samples = [
-        tokenise(record, TOKENIZER) for record in (*records(2), Record((("user", "q"),), "long answer<|im_end|>"))
+        tokenise(record, TOKENIZER)
+        for record in (*records(2), Record((("user", "q"),), "long answer<|im_end|><|im_end|>, and more"))
     ]
+    assert all(sample.answer[-1] == EOS_ID for sample in samples)
+    assert TOKENIZER.decode(list(samples[2].answer[:-1])) == "long answer"
     assert [sample.answer.count(EOS_ID) for sample in samples] == [1, 1, 1]
     batch = collate(samples, pad=EOS_ID)
     for row, sample in enumerate(samples):
@@ -132,3 +135,27 @@ def test_a_folder_is_read_as_a_whole(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"prompt": name, "completion": "x"}))
     (tmp_path / "notes.txt").write_text("not data")
     assert [record.messages[0][1] for record in read_folder(tmp_path)] == ["a.jsonl", "uploads/b.jsonl"]
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"\xff", "not UTF-8"), (b'{"prompt": "q"}', "line 1: completion")])
+def test_a_bad_file_in_the_folder_is_named(tmp_path: Path, content: bytes, why: str) -> None:
+    """A "line 3" of one file among hundreds, or a training process that dies of a byte."""
+    (tmp_path / "good.jsonl").write_text(json.dumps({"prompt": "q", "completion": "a"}))
+    (tmp_path / "worse.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=rf"worse\.jsonl: .*{why}"):
+        read_folder(tmp_path)
+
+
+def test_roles_that_the_template_refuses_are_an_error_of_the_data() -> None:
+    """A foreign exception out of a model's template, which ends the training process again and again."""
+    strict = byte_tokenizer()
+    strict.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
+    strict.chat_template += "{% endif %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match=r"system, user.*no system"):
+        tokenise(Record((("system", "s"), ("user", "q")), "a"), strict)
+
+
+def test_nothing_to_draw_from_is_an_error() -> None:
+    """A micro-step that looks for a sample for ever."""
+    with pytest.raises(DataError, match="no samples"):
+        next(draws([], 1))

@@ -17,6 +17,7 @@ from collm_replica import weights
 from collm_replica.finetune.samples import collate
 from collm_replica.finetune.trainer import Trainer, learning_rate
 from collm_replica.models import skeleton
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.models import EOS_ID, byte_tokenizer, random_adapter, tiny_model_folder
@@ -219,5 +220,64 @@ def test_data_are_read_again_only_when_they_change(trainer: Trainer, data: Path,
     assert trainer.load_data(data, HYPER)
     assert len(trainer.data.train) == before + 1
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="too few"):
-        trainer.load_data(tmp_path / "none", HYPER)
+    for _ in range(2):
+        with pytest.raises(DataError, match="too few"):
+            trainer.load_data(tmp_path / "none", HYPER)
+
+
+def test_a_report_speaks_of_all_samples_and_of_the_last_batch_size(trainer: Trainer) -> None:
+    """A step time of B = 2 that is fitted as one of B = 5, or samples that are counted at the new B."""
+    many = msgspec.structs.replace(HYPER, accumulation=3)
+    trainer.start_round(round_(steps=1, batch=2, hyper=many), None)
+    assert trainer.micro_step() is None
+    trainer.set_batch(5)
+    assert trainer.micro_step() is None
+    report = trainer.micro_step()
+    assert report is not None
+    assert (report.batch, report.samples, trainer.samples_seen) == (5, 12, 12)
+    assert report.loss > 0
+    assert report.micro_step_s > 0
+
+
+def out_of_memory_over(limit: int, trainer: Trainer) -> RemovableHandle:
+    """Let the forward pass of more than `limit` samples fail as it does on a full GPU."""
+
+    def refuse(module: torch.nn.Module, _: object, states: torch.Tensor) -> None:
+        if module.training and states.shape[0] > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return trainer._base.get_input_embeddings().register_forward_hook(refuse)
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_it_does(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    """A round lost to one long batch, or a gradient with what an unfinished pass left behind."""
+    hyper = msgspec.structs.replace(HYPER, accumulation=2)
+    with out_of_memory_over(2, trainer):
+        trainer.start_round(round_(steps=2, batch=8, hyper=hyper), None)
+        reports = [trainer.micro_step() for _ in range(4)]
+    assert [report.samples for report in reports if report is not None] == [4, 4]
+    assert (trainer.batch, trainer.samples_seen) == (2, 8)
+    assert [record.args for record in caplog.records if record.levelname == "WARNING"] == [(4,), (2,)]
+
+
+def test_one_sample_that_does_not_fit_is_an_error(trainer: Trainer) -> None:
+    """A trainer that halves a batch of one for ever."""
+    with out_of_memory_over(0, trainer):
+        trainer.start_round(round_(), None)
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.micro_step()
+
+
+def test_training_that_diverged_is_an_error(trainer: Trainer, folder: Path) -> None:
+    """An adapter of NaNs that is uploaded and fails the round of all clients."""
+    wild = {name: tensor * 1e30 for name, tensor in random_adapter(folder, 4, 8.0).items()}
+    trainer.start_round(round_(), wild)
+    with pytest.raises(AdapterError, match="step 1 is not finite"):
+        trainer.micro_step()
+
+
+def test_the_heldout_data_are_needed_to_measure(folder: Path, fd: int) -> None:
+    """A division by zero tokens."""
+    empty = Trainer(weights.assemble(skeleton(folder, torch.float32), weights.attach(fd)[0]), byte_tokenizer())
+    with pytest.raises(DataError, match="no held-out"):
+        empty.evaluate_stored(None, HYPER)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from collm_common.errors import DataError
+from jinja2 import TemplateError
 from msgspec import Struct
 from transformers import PreTrainedTokenizerBase
 
@@ -46,16 +48,27 @@ class Batch(Struct, frozen=True):
 
 
 def read_folder(folder: Path) -> list[Record]:
-    """All records of all *.jsonl files below `folder`. Raises DataError."""
-    return [record for path in sorted(folder.rglob("*.jsonl")) for record in parse(path.read_text("utf-8"))]
+    """All records of all *.jsonl files below `folder`. Raises DataError that names the file."""
+    records: list[Record] = []
+    for path in sorted(folder.rglob("*.jsonl")):
+        try:
+            records += parse(path.read_text("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
+        except DataError as error:
+            raise DataError(f"{path}: {error}", field=error.field) from error
+    return records
 
 
 def tokenise(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """A chat goes through the model's template, a bare prompt does not."""
+    """A chat goes through the model's template, a bare prompt does not.
+
+    An answer that spells out the EOS ends there, as it would when generated. Raises DataError.
+    """
     answer = list(tokenizer(record.answer, add_special_tokens=False)["input_ids"])
     eos = int(tokenizer.eos_token_id)
-    while answer and answer[-1] == eos:
-        answer.pop()
+    if eos in answer:
+        answer = answer[: answer.index(eos)]
     return Sample(tuple(_prompt(record, tokenizer)), (*answer, eos))
 
 
@@ -81,7 +94,9 @@ def build(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, max_tok
 
 
 def draws(samples: Sequence[Sample], seed: int) -> Iterator[Sample]:
-    """For ever, each epoch in a new order."""
+    """For ever, each epoch in a new order. Raises DataError when there are none."""
+    if not samples:
+        raise DataError("no samples to draw from")
     epoch = 0
     while True:
         order = list(samples)
@@ -109,5 +124,9 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not record.chat or tokenizer.chat_template is None:
         return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
     # As text first: the token form of the template call differs between transformers versions.
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        roles = ", ".join(role for role, _ in record.messages)
+        raise DataError(f"the model's chat template refuses the roles {roles}: {error}", field="messages") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

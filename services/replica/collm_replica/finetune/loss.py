@@ -1,0 +1,43 @@
+"""Cross-entropy of answers, computed for no other position than those that predict one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from collm_common.errors import DataError
+from collm_common.types import Quality
+from torch.nn.functional import cross_entropy
+
+from collm_replica.finetune.samples import IGNORED, Batch, Sample, collate
+
+EVALUATION_BATCH = 4
+
+
+def answer_loss(model: Any, batch: Batch, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy (nats) of the answer tokens, and how many there are. A first token has no prediction."""
+    first = max(1, int((batch.labels != IGNORED).any(0).nonzero()[0]))
+    labels = batch.labels[:, first:]
+    output = model(
+        input_ids=batch.ids.to(device),
+        attention_mask=batch.mask.to(device),
+        logits_to_keep=torch.arange(first - 1, batch.ids.shape[1] - 1, device=device),
+        use_cache=False,
+    )
+    logits = output.logits.flatten(0, 1).float()
+    total = cross_entropy(logits, labels.flatten().to(device), ignore_index=IGNORED, reduction="sum")
+    return total, int((labels != IGNORED).sum())
+
+
+@torch.no_grad()
+def quality(model: Any, samples: Sequence[Sample], pad: int, device: torch.device) -> Quality:
+    """Token-level cross-entropy (nats) of all answers, in small batches. Raises DataError without samples."""
+    if not samples:
+        raise DataError("no held-out samples to measure on")
+    model.eval()
+    total, tokens = 0.0, 0
+    for start in range(0, len(samples), EVALUATION_BATCH):
+        loss, count = answer_loss(model, collate(samples[start : start + EVALUATION_BATCH], pad), device)
+        total, tokens = total + float(loss), tokens + count
+    return Quality(total / tokens, tokens)
