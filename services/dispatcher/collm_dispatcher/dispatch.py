@@ -22,6 +22,7 @@ class Dispatch:
     def __init__(self, settings: DispatcherSettings, redis: Redis, cell: Cell, holder: str, clock: Clock) -> None:
         self.settings, self.redis, self.cell, self.holder, self.clock = settings, redis, cell, holder, clock
         self.leaders: dict[str, Leader] = {}
+        self.tasks: list[asyncio.Task[None]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -53,8 +54,8 @@ async def dispatching(settings: DispatcherSettings, redis: Redis, holder: str, c
     """The role with a cell view of its own, for as long as the block runs."""
     cell = Cell(redis, settings.keys, clock)
     dispatch = Dispatch(settings, redis, cell, holder, clock)
-    tasks = [asyncio.create_task(loop) for loop in (cell.run(settings.refresh_s), dispatch.run())]
+    dispatch.tasks = [asyncio.create_task(loop) for loop in (cell.run(settings.refresh_s), dispatch.run())]
     try:
         yield dispatch
     finally:
-        await stop_all(*tasks)
+        await stop_all(*dispatch.tasks)

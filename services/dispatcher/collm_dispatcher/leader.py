@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from collm_common import messages, streams
 from collm_common.broker import AWAY, stop_all
@@ -80,7 +81,8 @@ class Leader:
                 self._check()
         finally:
             await self._step_down()
-            await self.lease.release()
+            with suppress(*AWAY):
+                await self.lease.release()
 
     # --- leadership
 
@@ -172,11 +174,9 @@ class Leader:
         return [Room(id_, self._modes[id_].b, int(n)) for id_, n in zip(ids, lengths, strict=True)]
 
     async def _pause(self, seconds: float | None) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
 
     # --- macro-cycle
 
@@ -191,11 +191,9 @@ class Leader:
         async def step() -> None:
             await self._macro()
             self._urgent.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.macro_s):
                     await self._urgent.wait()
-            except TimeoutError:
-                pass
 
         await forever(f"balance {self.model}", step, self.clock)
 
@@ -260,9 +258,11 @@ def _carrier(member: Member, mode: Mode) -> Carrier:
 
 
 def _limits(settings: DispatcherSettings) -> Limits:
-    ticks_of = lambda seconds: max(1, round(seconds / settings.macro_s))  # noqa: E731
+    def ticks_in(seconds: float) -> int:
+        return max(1, round(seconds / settings.macro_s))
+
     return Limits(
         headroom=settings.headroom,
-        pause_ticks=ticks_of(settings.pause_s),
-        resume_ticks=ticks_of(settings.resume_s),
+        pause_ticks=ticks_in(settings.pause_s),
+        resume_ticks=ticks_in(settings.resume_s),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from collm_common.settings import Common
-from collm_common.types import Count, Name, Positive, Slo
-from msgspec import Meta
+from collm_common.types import Name, Positive
+from msgspec import Meta, field
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -19,16 +19,17 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     class gets. Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch.
     """
 
-    models: dict[Name, str] = {}
+    models: dict[Name, str] = field(default_factory=dict)
     host: str = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     id: str = ""
 
-    slo_classes: dict[Name, dict[str, float | str]] = {}
+    slo_classes: dict[Name, dict[str, float | str]] = field(default_factory=dict)
     max_streams: AtLeastOne = 32
     max_body_kb: AtLeastOne = 1024
     max_upload_mb: AtLeastOne = 64
     max_open: AtLeastOne = 1024
+    max_queued: AtLeastOne = 512
     max_tokens: AtLeastOne = 256
     max_attempts: AtLeastOne = 5
     request_timeout_s: Positive = 300.0
@@ -45,4 +46,3 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     pause_s: Positive = 1.0
     resume_s: Positive = 10.0
     away_grace_s: Positive = 6.0
-    telemetry_horizon: Count = 200

@@ -1,0 +1,74 @@
+"""`python -m collm_dispatcher [--role all|ingress|dispatch]`: run until SIGTERM or SIGINT, then drain."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+
+import uvloop
+from collm_common import logs
+from collm_common.broker import connection
+from collm_common.clock import SystemClock
+from collm_common.errors import CollmError, SettingsError
+from collm_common.settings import load
+
+from collm_dispatcher.dispatch import dispatching
+from collm_dispatcher.ingress.service import Ingress, ingress
+from collm_dispatcher.settings import DispatcherSettings
+
+log = logging.getLogger(__name__)
+ROLES = ("all", "ingress", "dispatch")
+
+
+async def run(settings: DispatcherSettings, role: str) -> None:
+    """The chosen roles in one process. Raises what a loop of theirs raised."""
+    stop, clock = asyncio.Event(), SystemClock()
+    for wanted in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(wanted, stop.set)
+    holder = f"{settings.id or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(connection(settings.redis_url))
+        tasks: list[asyncio.Task[None]] = []
+        front: Ingress | None = None
+        if role in ("all", "dispatch"):
+            tasks += (await stack.enter_async_context(dispatching(settings, redis, holder, clock))).tasks
+        if role in ("all", "ingress"):
+            front = await stack.enter_async_context(ingress(settings, redis, clock))
+            tasks += front.tasks
+            log.info("listening on port %d", front.port)
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        if front is not None:
+            await front.drain(settings.drain_s)
+
+
+def main() -> None:
+    """Exit status 0 after a drain, 2 for wrong arguments or settings, 1 when a loop fails."""
+    parser = argparse.ArgumentParser(prog="collm-dispatcher", description=__doc__)
+    parser.add_argument("--role", choices=ROLES, default="all", help="what to run in this process (default: all)")
+    role = parser.parse_args().role
+    try:
+        settings = load(DispatcherSettings, "dispatcher")
+        if role != "dispatch" and not settings.models:
+            raise SettingsError("COLLM_DISPATCHER_MODELS names no model")
+    except CollmError as error:
+        print(f"collm-dispatcher: {error}", file=sys.stderr)
+        sys.exit(2)
+    logs.setup("dispatcher", settings.log_level)
+    try:
+        uvloop.run(run(settings, role))
+    except CollmError as error:
+        log.error("%s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The ingress's side of Redis: requests out, replies in, cancellations."""
+
+from __future__ import annotations
+
+import logging
+
+from collm_common import messages, streams
+from collm_common.broker import AWAY, patiently
+from collm_common.clock import Clock, checkpoint
+from collm_common.errors import InvalidRequest, MessageError
+from collm_common.keys import Keys
+from collm_common.messages import Cancel, Replies
+from collm_common.requeue import GROUP
+from collm_common.streams import Tail
+from redis.asyncio import Redis
+
+from collm_dispatcher.cell import Cell
+from collm_dispatcher.ingress.open_requests import Open, OpenRequests
+
+log = logging.getLogger(__name__)
+READ_COUNT = 512
+APPEND_S = 10.0
+CONTROL_MAXLEN = 10_000
+
+
+class Courier:
+    """`ingress` is the name replies are addressed to, new with every process."""
+
+    def __init__(
+        self, redis: Redis, keys: Keys, ingress: str, cell: Cell, opened: OpenRequests, max_streams: int, clock: Clock
+    ) -> None:
+        self._redis, self._keys, self.ingress, self._cell, self._clock = redis, keys, ingress, cell, clock
+        self._opened, self._max_streams = opened, max_streams
+        self._streams: set[str] = set()
+
+    async def ensure_stream(self, model: str, slo: str, *, configured: bool) -> None:
+        """Make a stream known to the dispatch loop. Raises InvalidRequest when clients invent too many objectives."""
+        name = f"{model}|{slo}"
+        if name in self._streams:
+            return
+        if not configured and not await self._redis.sismember(self._keys.streams, name):
+            count = int(await self._redis.scard(self._keys.streams))
+            if count >= self._max_streams:
+                raise InvalidRequest(
+                    f"{count} objectives are in use, the limit is {self._max_streams}; use one of the classes",
+                    param="slo",
+                )
+        await self._redis.sadd(self._keys.streams, name)
+        self._streams.add(name)
+
+    async def send(self, open_: Open) -> None:
+        """Append the request, anew for each attempt. Raises BrokerError."""
+        request = open_.request
+        kind, data = messages.kind(request), messages.encode(request)
+
+        async def append() -> str:
+            await self._redis.sadd(self._keys.streams, f"{request.model}|{request.slo.name}")
+            return await streams.append(self._redis, open_.stream, kind, request.id, data)
+
+        open_.entry_id = await patiently(append, APPEND_S, self._clock)
+
+    async def cancel(self, open_: Open) -> None:
+        """Take it out of its stream, or tell the replicas if it is not there any more."""
+        moved = True
+        if open_.entry_id:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xack(open_.stream, GROUP, open_.entry_id)
+                pipe.xdel(open_.stream, open_.entry_id)
+                moved = not (await pipe.execute())[1]
+        if moved:
+            await self._tell_cancel(open_.request.id, open_.request.model)
+
+    async def run(self) -> None:
+        """Receive replies for ever. A restarted broker may have lost some: then every open request goes out again."""
+        tail = Tail(self._redis, self._keys.replies(self.ingress))
+        await tail.start("0")
+        run_id = ""
+        while True:
+            try:
+                run_id = run_id or await self._run_id()
+                entries = await tail.read(READ_COUNT)
+                for entry in entries:
+                    await self._receive(entry)
+            except AWAY as error:
+                log.warning("replies: broker away: %s", error)
+                checkpoint()
+                await self._clock.sleep(0.2)
+                run_id = await self._after_outage(run_id)
+            checkpoint()
+
+    async def _receive(self, entry: streams.Entry) -> None:
+        try:
+            message = messages.decode(entry.data)
+            if not isinstance(message, Replies):
+                raise MessageError(f"{entry.kind} is no reply")
+        except MessageError as error:
+            log.error("dropping reply %s: %s", entry.entry_id, error)
+            return
+        for reply in message.items:
+            if (model := self._opened.take(reply)) is not None:
+                await self._tell_cancel(reply.id, model)
+
+    async def _tell_cancel(self, request_id: str, model: str) -> None:
+        cancel = Cancel(id=request_id)
+        kind, data = messages.kind(cancel), messages.encode(cancel)
+        for member in self._cell.of(model):
+            if member.info.alive:
+                key = self._keys.control(member.info.id)
+                await streams.append(self._redis, key, kind, request_id, data, maxlen=CONTROL_MAXLEN)
+
+    async def _after_outage(self, run_id: str) -> str:
+        try:
+            now = await self._run_id()
+        except AWAY:
+            return run_id
+        if run_id and now != run_id:
+            log.warning("the broker was restarted: %d open requests go out again", len(self._opened))
+            for open_ in self._opened:
+                open_.again()
+        return now
+
+    async def _run_id(self) -> str:
+        info = await self._redis.info("server")
+        return str(info["run_id"])

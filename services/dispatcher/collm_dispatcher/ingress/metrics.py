@@ -1,0 +1,69 @@
+"""What Prometheus sees: vLLM's names under the prefix `collm:`, rejections, and goodput by class."""
+
+from __future__ import annotations
+
+from collm_common.types import Slo
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """One ingress's; nothing global."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        model, by_class = ["model_name"], ["model_name", "slo"]
+        self.running = Gauge("collm:num_requests_running", "Requests that get tokens", model, registry=registry)
+        self.waiting = Gauge("collm:num_requests_waiting", "Requests without a token", model, registry=registry)
+        self.prompt_tokens = Counter("collm:prompt_tokens", "Prompt tokens", model, registry=registry)
+        self.generation_tokens = Counter("collm:generation_tokens", "Output tokens", model, registry=registry)
+        self.success = Counter(
+            "collm:request_success", "Whole answers", ["model_name", "finished_reason"], registry=registry
+        )
+        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", LATENCY_S)
+        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens", TOKEN_S)
+        self.tpot = self._histogram("request_time_per_output_token_seconds", "(e2e - ttft) / (tokens - 1)", TOKEN_S)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", LATENCY_S)
+        self.queue = self._histogram("request_queue_time_seconds", "Before prefill", LATENCY_S)
+        self.rejected = Counter("collm:requests_rejected", "Refused or failed", ["reason"], registry=registry)
+        self.cancelled = Counter("collm:requests_cancelled", "Whose client left", model, registry=registry)
+        self.again = Counter("collm:requests_redispatched", "Continued on another replica", model, registry=registry)
+        self.offered = Counter("collm:requests_offered", "Accepted ones, by class", by_class, registry=registry)
+        self.met = Counter("collm:requests_slo_met", "Inside every limit", by_class, registry=registry)
+        self.goodput_tokens = Counter(
+            "collm:goodput_tokens", "Output tokens of requests inside every limit", by_class, registry=registry
+        )
+        self.attainment = Gauge("collm:slo_attainment", "Share of offered that met it", by_class, registry=registry)
+        self._shares: dict[tuple[str, str], list[int]] = {}
+
+    def finished(self, model: str, slo: Slo, ttft_s: float, e2e_s: float, tokens: int, finish: str) -> None:
+        """A whole answer; latencies from its arrival."""
+        self.success.labels(model, finish).inc()
+        self.e2e.labels(model).observe(e2e_s)
+        self.generation_tokens.labels(model).inc(tokens)
+        if tokens > 1:
+            self.tpot.labels(model).observe((e2e_s - ttft_s) / (tokens - 1))
+        good = slo.met(ttft_s, e2e_s, tokens)
+        if good:
+            self.met.labels(model, slo.name).inc()
+            self.goodput_tokens.labels(model, slo.name).inc(tokens)
+        self._share(model, slo.name, good)
+
+    def missed(self, model: str, slo: Slo) -> None:
+        """An offered request without a whole answer."""
+        self._share(model, slo.name, False)
+
+    def page(self) -> bytes:
+        """The text format."""
+        return bytes(generate_latest(self.registry))
+
+    def _share(self, model: str, slo: str, good: bool) -> None:
+        share = self._shares.setdefault((model, slo), [0, 0])
+        share[0] += good
+        share[1] += 1
+        self.attainment.labels(model, slo).set(share[0] / share[1])
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"collm:{name}", about, ["model_name"], registry=self.registry, buckets=buckets)

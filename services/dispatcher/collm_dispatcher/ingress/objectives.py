@@ -1,0 +1,61 @@
+"""Which objective a request gets: a class by name, limits of its own, or the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from collm_common.errors import InvalidRequest, SettingsError
+from collm_common.types import Slo
+
+from collm_dispatcher.ingress.body import SloLimits
+
+DEFAULT = "default"
+HEADERS = {"ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms", "e2e_ms": "x-slo-e2e-ms"}
+CLASS_HEADER = "x-slo-class"
+
+
+def classes(configured: Mapping[str, Mapping[str, float | str]]) -> dict[str, Slo]:
+    """The configured classes and a default without limits. Raises SettingsError."""
+    found = {DEFAULT: Slo(DEFAULT)}
+    for name, limits in configured.items():
+        try:
+            found[name] = msgspec.convert({"name": name, **limits}, Slo, strict=False)
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"COLLM_DISPATCHER_SLO_CLASSES: {name}: {error}") from error
+    return found
+
+
+def choose(known: Mapping[str, Slo], headers: Mapping[str, str], field: str | SloLimits | None) -> Slo:
+    """Headers go before the body's field. Raises InvalidRequest that names the header or field."""
+    if name := headers.get(CLASS_HEADER):
+        return _named(known, name, CLASS_HEADER)
+    if any(header in headers for header in HEADERS.values()):
+        return _own({limit: _number(headers[header], header) for limit, header in HEADERS.items() if header in headers})
+    if isinstance(field, str):
+        return _named(known, field, "slo")
+    limits = {} if field is None else {k: v for k, v in msgspec.structs.asdict(field).items() if v is not None}
+    return _own(limits) if limits else known[DEFAULT]
+
+
+def _named(known: Mapping[str, Slo], name: str, param: str) -> Slo:
+    if name not in known:
+        raise InvalidRequest(f"{param}: no class {name!r}; there are {', '.join(sorted(known))}", param=param)
+    return known[name]
+
+
+def _own(limits_ms: Mapping[str, float]) -> Slo:
+    """Named by its limits, so that equal objectives share a stream: ttft500-tpot50-e2e5000."""
+    whole = {limit.removesuffix("_ms"): max(1, round(value)) for limit, value in limits_ms.items()}
+    name = "-".join(f"{limit}{value}" for limit, value in whole.items())
+    return msgspec.convert({"name": name} | {f"{limit}_s": value / 1000 for limit, value in whole.items()}, Slo)
+
+
+def _number(text: str, header: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3_600_000:
+        raise InvalidRequest(f"{header}: {text!r} is not a number of milliseconds in (0, 3600000]", param=header)
+    return value

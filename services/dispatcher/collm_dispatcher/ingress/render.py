@@ -1,0 +1,107 @@
+"""Answers as OpenAI shapes them: bodies, chunks, usage, log-probabilities, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from collm_common.errors import RequestError
+from collm_common.messages import Delta, Done, TokenLogprob
+
+from collm_dispatcher.ingress.tokenizing import Tokenizing
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The `error` object."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param or None, "code": error.code}}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Token counts."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def extension(done: Done, adapter: str | None, queue_s: float) -> dict[str, Any]:
+    """The `collm` object: which version answered, where the time went, how the reference scored."""
+    quality = done.quality
+    return {
+        "adapter": adapter,
+        "queue_ms": round(1000 * queue_s, 3),
+        "prefill_ms": round(1000 * done.prefill_s, 3),
+        "decode_ms": round(1000 * done.decode_s, 3),
+        "cross_entropy": None if quality is None else quality.cross_entropy,
+        "reference_tokens": None if quality is None else quality.tokens,
+    }
+
+
+class Shape:
+    """Chat and text completions differ in names only; `with_logprobs` says whether they were asked for."""
+
+    def __init__(
+        self, *, chat: bool, id_: str, created: int, model: str, with_logprobs: bool, text: Tokenizing
+    ) -> None:
+        self._chat, self._with_logprobs, self._text = chat, with_logprobs, text
+        self._base = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{id_}", "created": created, "model": model}
+
+    def first(self) -> dict[str, Any] | None:
+        """The chunk that opens a chat answer."""
+        if not self._chat:
+            return None
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def delta(self, delta: Delta, offset: int) -> dict[str, Any]:
+        """New text; `offset` counts the characters before it."""
+        content = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(delta.logprobs, offset), "finish_reason": None}
+        return self._chunk([choice])
+
+    def finish(self, reason: str) -> dict[str, Any]:
+        """The chunk that ends the text."""
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._chunk([{"index": 0, **content, "logprobs": None, "finish_reason": reason}])
+
+    def last(self, counts: dict[str, int] | None, collm: dict[str, Any]) -> dict[str, Any]:
+        """After the text: usage if it was asked for, and what CoLLM adds."""
+        return self._chunk([]) | ({"usage": counts} if counts is not None else {}) | {"collm": collm}
+
+    def whole(
+        self, text: str, logprobs: Sequence[TokenLogprob], reason: str, counts: dict[str, int], collm: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(logprobs, 0), "finish_reason": reason}
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._base, "object": kind, "choices": [choice], "usage": counts, "collm": collm}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            **self._base,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "choices": choices,
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        if self._chat:
+            return {"content": [self._chat_logprob(logprob) for logprob in logprobs]}
+        tokens, offsets = [self._text.token_text(logprob.token) for logprob in logprobs], []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [logprob.logprob for logprob in logprobs],
+            "top_logprobs": [{self._text.token_text(t): value for t, value in logprob.top} for logprob in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _chat_logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
+        top = [self._entry(token, value) for token, value in logprob.top]
+        return {**self._entry(logprob.token, logprob.logprob), "top_logprobs": top}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text = self._text.token_text(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -1,0 +1,198 @@
+"""HTTP: the routes, how errors look, and server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+from collm_common.broker import AWAY
+from collm_common.errors import InternalError, PayloadTooLarge, RequestError, Unavailable
+from collm_common.messages import TokenLogprob
+
+from collm_dispatcher.ingress import render
+from collm_dispatcher.ingress.answer import Answer, Answers
+from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
+from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.metrics import Metrics
+from collm_dispatcher.ingress.upload import Uploads
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+DROPPED = "x-llm-d-request-dropped-reason"
+
+
+class Routes:
+    """`ready` says whether requests can be served now; while `draining`, new ones are refused."""
+
+    def __init__(
+        self,
+        answers: Answers,
+        directory: Directory,
+        uploads: Uploads,
+        metrics: Metrics,
+        ready: Callable[[], Awaitable[bool]],
+        max_body_bytes: int,
+        retry_after_s: float,
+    ) -> None:
+        self._answers, self._directory, self._uploads, self._metrics = answers, directory, uploads, metrics
+        self._ready, self._max_body, self._retry_after_s = ready, max_body_bytes, retry_after_s
+        self._created = int(time.time())
+        self.draining = False
+
+    def app(self) -> web.Application:
+        """With every route."""
+        app = web.Application(client_max_size=self._max_body, middlewares=[web.middleware(self._errors)])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/v1/replicas/{id}/data", self._upload)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._get_ready)
+        app.router.add_get("/metrics", self._get_metrics)
+        return app
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, ChatBody)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, CompletionBody)
+
+    async def _complete(self, request: web.Request, kind: type[ChatBody] | type[CompletionBody]) -> web.StreamResponse:
+        self._refuse_if_draining()
+        data = await request.read()
+        body = parse(ChatBody, data) if kind is ChatBody else parse(CompletionBody, data)
+        answer = await self._answers.accept(body, request.headers)
+        try:
+            return await (self._stream(request, body, answer) if body.stream else self._whole(answer))
+        finally:
+            await self._answers.close(answer)
+
+    async def _whole(self, answer: Answer) -> web.Response:
+        texts: list[str] = []
+        logprobs: list[TokenLogprob] = []
+        async with aclosing(self._answers.follow(answer)) as deltas:
+            async for delta in deltas:
+                texts.append(delta.text)
+                logprobs += delta.logprobs
+        reason, collm = answer.open.finish or "stop", answer.extension()
+        return web.json_response(answer.shape.whole("".join(texts), logprobs, reason, answer.usage(), collm))
+
+    async def _stream(
+        self, request: web.Request, body: ChatBody | CompletionBody, answer: Answer
+    ) -> web.StreamResponse:
+        """Headers go out with the first token, so that an earlier error keeps its status."""
+        events = Events(request)
+        try:
+            async with aclosing(self._answers.follow(answer)) as deltas:
+                await self._chunks(deltas, events, body.stream_options or StreamOptions(), answer, bool(body.reference))
+        except RequestError as error:
+            if not events.started:
+                raise
+            self._metrics.rejected.labels(error.code).inc()
+            await events.send(render.error_body(error))
+            return await events.end()
+        except ConnectionResetError:
+            log.info("request %s: its client left", answer.open.request.id)
+            return events.response
+        return await events.end()
+
+    async def _chunks(
+        self, deltas: Any, events: Events, options: StreamOptions, answer: Answer, wants_quality: bool
+    ) -> None:
+        characters = 0
+        async for delta in deltas:
+            if not events.started and (first := answer.shape.first()) is not None:
+                await events.send(first)
+            counts = {"usage": answer.usage()} if options.continuous_usage_stats else {}
+            if delta.text or delta.logprobs:
+                await events.send(answer.shape.delta(delta, characters) | counts)
+                characters += len(delta.text)
+            if delta.finish is not None:
+                await events.send(answer.shape.finish(delta.finish) | counts)
+        if options.include_usage or wants_quality:
+            total = answer.usage() if options.include_usage else None
+            await events.send(answer.shape.last(total, answer.extension()))
+
+    async def _upload(self, request: web.Request) -> web.StreamResponse:
+        self._refuse_if_draining()
+        return await self._uploads.handle(request)
+
+    async def _models(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": self._directory.listing(self._created)})
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    async def _get_ready(self, _: web.Request) -> web.StreamResponse:
+        if self.draining or not self._directory.any_ready() or not await self._ready():
+            raise Unavailable("not ready", code="not_ready", retry_after_s=self._retry_after_s)
+        return web.json_response({"status": "ready"})
+
+    async def _get_metrics(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._metrics.page(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    def _refuse_if_draining(self) -> None:
+        if self.draining:
+            raise Unavailable("shutting down", code="rejected-shutting-down", retry_after_s=self._retry_after_s)
+
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return self._refusal(request, error)
+        except web.HTTPRequestEntityTooLarge:
+            return self._refusal(
+                request, PayloadTooLarge(f"body is over the limit of {self._max_body} bytes", param="body")
+            )
+        except web.HTTPException as error:
+            refusal = RequestError(error.reason, code="not_found" if error.status == 404 else "http_error")
+            refusal.status, refusal.type = error.status, "invalid_request_error"
+            return self._refusal(request, refusal)
+        except AWAY as error:
+            log.warning("%s: broker away: %s", request.path, error)
+            return self._refusal(
+                request, Unavailable("the broker is away", code="broker_away", retry_after_s=self._retry_after_s)
+            )
+        except Exception:
+            log.exception("%s failed", request.path)
+            return self._refusal(request, InternalError("internal error"))
+
+    def _refusal(self, request: web.Request, error: RequestError) -> web.Response:
+        if request.method == "POST":
+            self._metrics.rejected.labels(error.code).inc()
+        headers = {DROPPED: error.code} if error.status in (429, 503) else {}
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        return web.json_response(render.error_body(error), status=error.status, headers=headers)
+
+
+class Events:
+    """A response of server-sent events."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        self.started = False
+
+    async def send(self, chunk: dict[str, Any]) -> None:
+        """One event."""
+        await self._write(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+
+    async def end(self) -> web.StreamResponse:
+        """The last event."""
+        await self._write("[DONE]")
+        await self.response.write_eof()
+        return self.response
+
+    async def _write(self, data: str) -> None:
+        if not self.started:
+            self.started = True
+            await self.response.prepare(self._request)
+        await self.response.write(f"data: {data}\n\n".encode())

@@ -1,0 +1,84 @@
+"""The ingress role: HTTP in front, Redis behind, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from collm_common.broker import AWAY, stop_all
+from collm_common.clock import Clock
+from redis.asyncio import Redis
+
+from collm_dispatcher.cell import Cell
+from collm_dispatcher.ingress.answer import Answers
+from collm_dispatcher.ingress.courier import Courier
+from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.metrics import Metrics
+from collm_dispatcher.ingress.open_requests import OpenRequests
+from collm_dispatcher.ingress.routes import Routes
+from collm_dispatcher.ingress.tokenizing import load_all
+from collm_dispatcher.ingress.upload import Uploads
+from collm_dispatcher.retry import once
+from collm_dispatcher.settings import DispatcherSettings
+
+log = logging.getLogger(__name__)
+PING_S = 2.0
+
+
+class Ingress:
+    """Built by `ingress()`. `port` is where it listens; `tasks` end only with an error."""
+
+    def __init__(self, routes: Routes, opened: OpenRequests, clock: Clock) -> None:
+        self.routes, self.opened, self._clock = routes, opened, clock
+        self.port = 0
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def drain(self, within_s: float) -> None:
+        """Refuse new requests and wait for the open ones, at most so long."""
+        self.routes.draining = True
+        end_s = self._clock.monotonic() + within_s
+        while len(self.opened) and self._clock.monotonic() < end_s:
+            await self._clock.sleep(0.05)
+        if len(self.opened):
+            log.warning("%d requests did not end within %g s", len(self.opened), within_s)
+
+
+@asynccontextmanager
+async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> AsyncIterator[Ingress]:
+    """Listens for as long as the block runs. Raises ModelError or SettingsError before it does."""
+    tokenizers = await load_all(settings.models)
+    cell, metrics = Cell(redis, settings.keys, clock), Metrics()
+    opened = OpenRequests(settings.max_open, settings.retry_after_s)
+    name = f"{settings.id or 'ingress'}-{uuid.uuid4().hex[:12]}"
+    courier = Courier(redis, settings.keys, name, cell, opened, settings.max_streams, clock)
+    directory = Directory(settings.models, cell)
+    answers = Answers(settings, courier, opened, directory, tokenizers, metrics, clock)
+    uploads = Uploads(cell, settings.max_upload_mb << 20, settings.request_timeout_s)
+
+    async def broker_answers() -> bool:
+        try:
+            async with asyncio.timeout(PING_S):
+                return bool(await redis.ping())
+        except AWAY:
+            return False
+
+    routes = Routes(
+        answers, directory, uploads, metrics, broker_answers, settings.max_body_kb << 10, settings.retry_after_s
+    )
+    running = Ingress(routes, opened, clock)
+    runner = web.AppRunner(routes.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await once("classes", answers.announce_classes, clock)
+        await once("registry", cell.refresh, clock)
+        running.tasks = [asyncio.create_task(loop) for loop in (cell.run(settings.refresh_s), courier.run())]
+        await web.TCPSite(runner, settings.host, settings.port).start()
+        running.port = int(runner.addresses[0][1])
+        yield running
+    finally:
+        await runner.cleanup()
+        await stop_all(*running.tasks)

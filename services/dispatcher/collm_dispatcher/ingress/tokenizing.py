@@ -1,0 +1,73 @@
+"""Tokenizers of the served models; loading and encoding run in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from collm_common.errors import InvalidRequest, ModelError
+from jinja2 import TemplateError
+
+from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+
+
+class Tokenizing:
+    """One tokenizer of a model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    async def prompt(self, body: ChatBody | CompletionBody) -> tuple[int, ...]:
+        """The prompt's tokens. Raises InvalidRequest."""
+        tokens = await asyncio.to_thread(self._prompt, body)
+        if not tokens:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        wrong = next((token for token in tokens if token >= len(self._tokenizer)), None)
+        if wrong is not None:
+            raise InvalidRequest(f"prompt: token {wrong} is not in the vocabulary", param="prompt")
+        return tokens
+
+    async def reference(self, text: str) -> tuple[int, ...]:
+        """A reference answer: no leading specials, one EOS at the end."""
+        tokens = await asyncio.to_thread(self._encode, text, specials=False)
+        eos = self._tokenizer.eos_token_id
+        return (*tokens, eos) if eos is not None else tokens
+
+    def token_text(self, token: int) -> str:
+        """One token alone, as log-probabilities show it."""
+        return str(self._tokenizer.decode([token]))
+
+    def _prompt(self, body: ChatBody | CompletionBody) -> tuple[int, ...]:
+        if isinstance(body, CompletionBody):
+            prompt = body.single_prompt()
+            return self._encode(prompt, specials=True) if isinstance(prompt, str) else tuple(prompt)
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            text = self._tokenizer.apply_chat_template(body.conversation(), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequest(f"messages do not fit the chat template: {error}", param="messages") from error
+        return self._encode(text, specials=False)
+
+    def _encode(self, text: str, *, specials: bool) -> tuple[int, ...]:
+        tokens: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=specials)
+        return tuple(tokens)
+
+
+async def load_all(models: Mapping[str, str]) -> dict[str, Tokenizing]:
+    """By model name. Raises ModelError that names the one which cannot be loaded."""
+    return {name: Tokenizing(await asyncio.to_thread(_load, name, source)) for name, source in models.items()}
+
+
+def _load(name: str, source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if Path(source).is_absolute() and not Path(source).is_dir():
+        raise ModelError(f"{name}: {source} is no folder")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: no tokenizer at {source}: {error}") from error
+    return tokenizer
