@@ -31,6 +31,14 @@ def mean_product(updates: list[tuple[dict[str, torch.Tensor], int]]) -> dict[str
     }
 
 
+def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.T for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (2, 4, 8)])
 def test_the_product_is_the_mean_of_b_a_projected_to_the_rank(ranks: tuple[int, ...]) -> None:
     """A transposed update, ranks that must be equal, or weights by client instead of by sample."""
@@ -67,11 +75,27 @@ def test_fedavg_averages_factors_and_reports_how_far_that_is_from_the_products()
     assert result.residual == pytest.approx((lost / norm) ** 0.5, rel=1e-4)
 
 
-def test_a_low_rank_mean_is_padded_to_the_rank() -> None:
-    """A result whose shapes differ from what the clients train."""
-    result = aggregate("product", [(client(1, rank=2), 1)], rank=4)
-    assert all(tensor.shape[0 if ".lora_A." in name else 1] == 4 for name, tensor in result.tensors.items())
-    assert result.residual < 1e-3
+def test_a_low_rank_mean_fills_the_rank_with_directions_that_can_be_learnt() -> None:
+    """Shapes that differ from what the clients train, or factors that are both zero and stay so for ever."""
+    silent = {name: tensor * (".lora_A." in name) for name, tensor in client(2).items()}
+    for update, used in ((client(1, rank=2), 2), (silent, 0)):
+        result = aggregate("product", [(update, 1)], rank=4)
+        for layer, expected in products(update).items():
+            a, b = result.tensors[f"{layer}.lora_A.weight"], result.tensors[f"{layer}.lora_B.weight"]
+            assert (a.shape[0], b.shape[1]) == (4, 4)
+            assert int((b.norm(dim=0) > 0).sum()) == used
+            assert bool((a.norm(dim=1) > 0).all())
+            assert torch.allclose(b @ a, expected, atol=1e-4)
+        assert result.residual < 1e-3
+
+
+def test_updates_are_left_as_they_are() -> None:
+    """An average that is summed into the first client's tensors."""
+    updates = [(client(1), 1), (client(2), 3)]
+    for strategy in ("fedavg", "product"):
+        aggregate(strategy, updates, rank=4)
+        for seed, (tensors, _) in enumerate(updates, 1):
+            assert all(torch.equal(tensor, tensors[name]) for name, tensor in client(seed).items())
 
 
 @pytest.mark.parametrize(
@@ -82,6 +106,9 @@ def test_a_low_rank_mean_is_padded_to_the_rank() -> None:
         ("fedavg", [(client(1), 1), ({}, 1)], "different tensors"),
         ("fedavg", [(client(1), 0)], "at least 1"),
         ("fedavg", [(client(1), 1), (client(1, rank=2), 1)], "equal ranks"),
+        ("fedavg", [(client(1, rank=2), 1)], "equal ranks of 4"),
+        ("product", [(without(client(1), "l0.q_proj.lora_B.weight"), 1)], "l0.q_proj.lora_B.weight is missing"),
+        ("product", [(client(1), 1), (transposed(client(1)), 1)], "l0.q_proj: shapes"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(

@@ -57,12 +57,15 @@ class Lora:
         for name, parameter in self._named():
             if ".lora_B." in name:
                 parameter.data.zero_()
-                continue
-            bound = 1 / math.sqrt(parameter.shape[1])
-            drawn = torch.rand(parameter.shape, generator=generator) * 2 * bound - bound
-            parameter.data.copy_(drawn)
+            else:
+                parameter.data.copy_(fresh_a(parameter.shape[0], parameter.shape[1], generator))
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
                 yield name.replace(_DEFAULT, "."), parameter
+
+
+def fresh_a(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """A [rows, columns] as PEFT draws it: kaiming_uniform(a=sqrt(5)), which is uniform in +-1/sqrt(columns)."""
+    return (torch.rand(rows, columns, generator=generator) * 2 - 1) / math.sqrt(columns)
