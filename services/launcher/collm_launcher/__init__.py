@@ -1,0 +1,1 @@
+"""Decides which replicas fall idle, and runs federated rounds over them."""

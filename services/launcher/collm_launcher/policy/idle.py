@@ -1,0 +1,164 @@
+"""Which replicas fall Idle, and which return to Serving (paper section 3; the guard and the floors are ours)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from collm_common.types import ReplicaState
+from msgspec import Struct
+
+
+class IdleRules(Struct, frozen=True):
+    """`window` T and `return_ticks` T' are in launcher ticks; `alpha` is the quantile, `decay` lambda per tick.
+
+    `headroom` is the share of demand that must be left over.
+    """
+
+    window: int = 10
+    return_ticks: int = 5
+    alpha: float = 0.25
+    decay: float = 0.2
+    floor: float = 0.25
+    headroom: float = 0.3
+    min_clients: int = 3
+
+
+class Move(Struct, frozen=True):
+    """A transition to make, if the replica is still in `before`."""
+
+    replica: str
+    before: ReplicaState
+    after: ReplicaState
+    reason: str
+
+
+@dataclass
+class Load:
+    """One replica as the launcher sees it: samples of (utilisation, mean batch), newest last, one a tick.
+
+    `capacity` is b, the sequences it can run at once; `combined_capacity` what is left of them while it trains.
+    """
+
+    state: ReplicaState
+    capacity: float
+    combined_capacity: float
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    idle_ticks: int = 0
+
+    def become(self, state: ReplicaState) -> None:
+        """Take over the state; a replica that is Serving again is judged by what it does from now on."""
+        if state is ReplicaState.SERVING and self.state is not ReplicaState.SERVING:
+            self.samples = []
+        if state is not ReplicaState.IDLE:
+            self.idle_ticks = 0
+        self.state = state
+
+    def observe(self, utilisation: float, batch: float, keep: int) -> None:
+        """Add one tick's sample and forget what is older than `keep` ticks."""
+        self.samples = [*self.samples, (utilisation, batch)][-keep:]
+
+
+def ewma(values: Sequence[float], decay: float) -> float:
+    """sum w_t' v_t' with w_t' = exp(-decay (t - t')) / sum: newest last (paper section 3)."""
+    weights = [math.exp(-decay * age) for age in range(len(values) - 1, -1, -1)]
+    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+
+def quantile(values: Sequence[float], alpha: float) -> float:
+    """The alpha-quantile with linear interpolation."""
+    ordered = sorted(values)
+    at = alpha * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def burstiness(arrivals: Sequence[float]) -> float:
+    """sqrt(Var N / E N) of counts per tick, which is the coefficient of variation of the gaps between arrivals.
+
+    1 for Poisson, 0 for a steady stream, more when they come in bursts; 1 when there is nothing to judge by.
+    """
+    if len(arrivals) < 2 or not any(arrivals):
+        return 1.0
+    mean = sum(arrivals) / len(arrivals)
+    variance = sum((count - mean) ** 2 for count in arrivals) / (len(arrivals) - 1)
+    return math.sqrt(variance / mean)
+
+
+def stretch(ticks: int, volatility: float) -> int:
+    """T or T' for this volatility: as given for Poisson, half when steady, at most four times when bursty."""
+    return max(1, round(ticks * min(4.0, max(0.5, (1 + volatility) / 2))))
+
+
+def decide(loads: Mapping[str, Load], rules: IdleRules, volatility: float, job_possible: bool) -> list[Move]:
+    """Moves for the replicas of one model at one tick; counts the ticks that Idle ones stay unchosen.
+
+    Serving -> Idle needs a full window, U~ <= U_switch and b~ <= b_switch, and that what stays carries the demand.
+    When enough fall Idle for a job to start at once, they stay servers (Combined), at their smaller b.
+    """
+    window = stretch(rules.window, volatility)
+    serving = {id_: load for id_, load in loads.items() if load.state is ReplicaState.SERVING}
+    ripe = {id_: _averages(load, window, rules) for id_, load in serving.items() if len(load.samples) >= window}
+    return [*_returns(loads, rules, volatility), *_falls(loads, ripe, rules, job_possible)]
+
+
+def _averages(load: Load, window: int, rules: IdleRules) -> tuple[float, float]:
+    recent = load.samples[-window:]
+    return ewma([u for u, _ in recent], rules.decay), ewma([b for _, b in recent], rules.decay)
+
+
+def _returns(loads: Mapping[str, Load], rules: IdleRules, volatility: float) -> list[Move]:
+    patience = stretch(rules.return_ticks, volatility)
+    moves = []
+    for id_, load in sorted(loads.items()):
+        load.idle_ticks += load.state is ReplicaState.IDLE
+        if load.idle_ticks > patience:
+            reason = f"not chosen in {patience} ticks"
+            moves.append(Move(id_, ReplicaState.IDLE, ReplicaState.SERVING, reason))
+    return moves
+
+
+def _falls(
+    loads: Mapping[str, Load], ripe: Mapping[str, tuple[float, float]], rules: IdleRules, job_possible: bool
+) -> list[Move]:
+    if not ripe:
+        return []
+    u_switch = max(rules.floor, quantile([u for u, _ in ripe.values()], rules.alpha))
+    b_quantile = quantile([b for _, b in ripe.values()], rules.alpha)
+    low: list[tuple[float, str, str]] = []
+    for id_, (u, b) in ripe.items():
+        b_switch = max(rules.floor * loads[id_].capacity, b_quantile)
+        if u <= u_switch and b <= b_switch:
+            low.append((u, id_, f"utilisation {u:.2f} <= {u_switch:.2f} and batch {b:.2f} <= {b_switch:.2f}"))
+    chosen = _guard(loads, [id_ for _, id_, _ in sorted(low)], rules, job_possible)
+    reasons = {id_: reason for _, id_, reason in low}
+    return [Move(id_, ReplicaState.SERVING, ReplicaState.IDLE, reasons[id_]) for id_ in chosen]
+
+
+def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, job_possible: bool) -> list[str]:
+    """The longest prefix of `low` after whose fall the rest still carries the demand (sequences in flight)."""
+    demand = (1 + rules.headroom) * sum(
+        ewma([b for _, b in load.samples], rules.decay) for load in loads.values() if load.samples
+    )
+    idle = [id_ for id_, load in loads.items() if load.state is ReplicaState.IDLE]
+    for count in range(len(low), 0, -1):
+        fallen = [*idle, *low[:count]]
+        trains = job_possible and len(fallen) >= rules.min_clients
+        if capacity(loads, fallen, trains) >= demand and (trains or len(fallen) < len(loads)):
+            return low[:count]
+    return []
+
+
+def capacity(loads: Mapping[str, Load], idle: Sequence[str], trains: bool) -> float:
+    """Sequences that can be in flight when `idle` replicas take nothing, or (`trains`) serve beside a job."""
+    total = 0.0
+    for id_, load in loads.items():
+        if id_ in idle:
+            total += load.combined_capacity if trains else 0.0
+        elif load.state is ReplicaState.COMBINED:
+            total += load.combined_capacity
+        else:
+            total += load.capacity
+    return total

@@ -1,0 +1,140 @@
+"""The durable state of one federated job, and what it asks its service to do."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from collm_common.messages import Control, Event, Hyperparams
+from collm_common.types import BatchSizes, Quality, ReplicaState
+from msgspec import Struct, field
+
+
+class Phase(StrEnum):
+    """Where a job is; each but the last two has a deadline."""
+
+    FORMING = "forming"
+    TRAINING = "training"
+    AGGREGATING = "aggregating"
+    EVALUATING = "evaluating"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Rules(Struct, frozen=True):
+    """What the operator sets for all jobs. Seconds are per phase; `max_rejected` rounds in a row end the job."""
+
+    rounds: int = 3
+    steps: int = 50
+    strategy: str = "fedavg"
+    quorum: int = 2
+    min_clients: int = 3
+    form_s: float = 30.0
+    train_s: float = 600.0
+    aggregate_s: float = 60.0
+    evaluate_s: float = 120.0
+    patience: int = 2
+    min_fall: float = 0.01
+    max_rejected: int = 2
+    hyper: Hyperparams = Hyperparams()
+
+
+class Client(Struct):
+    """A member of the job. `expected` is false once its update of this round will not come."""
+
+    quality: float
+    joined: bool = False
+    expected: bool = True
+    losses: list[float] = field(default_factory=list)
+
+
+class Job(Struct):
+    """`version` is the last accepted adapter version (0: the base), `candidate` the one being made or judged.
+
+    `uploads` maps clients to their mean training loss of this round; `measured` maps version -> client -> held-out quality;
+    `sizes` are the batch sizes that the coordinator last chose.
+    """
+
+    id: str
+    model: str
+    adapter: str
+    server: str
+    clients: dict[str, Client]
+    version: int
+    next_version: int
+    rules: Rules
+    seed: int = 0
+    phase: Phase = Phase.FORMING
+    round: int = 0
+    candidate: int = 0
+    deadline_s: float = 0.0
+    rejected: int = 0
+    accepted: int = 0
+    last_loss: float | None = None
+    uploads: dict[str, float] = field(default_factory=dict)
+    measured: dict[int, dict[str, Quality]] = field(default_factory=dict)
+    sizes: dict[str, BatchSizes] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will happen."""
+        return self.phase in (Phase.DONE, Phase.FAILED)
+
+    @property
+    def quorum(self) -> int:
+        """Updates that make a round: the setting, but never more than there are clients."""
+        return max(1, min(self.rules.quorum, len(self.clients)))
+
+
+# --- what the service does, in this order
+
+
+class Send(Struct, frozen=True):
+    """A command to one replica."""
+
+    replica: str
+    command: Control
+
+
+class Announce(Struct, frozen=True):
+    """An event to all."""
+
+    event: Event
+
+
+class Return(Struct, frozen=True):
+    """A client is free: Combined (or still Idle) -> Serving, its job field cleared."""
+
+    replica: str
+    before: ReplicaState
+    reason: str
+
+
+class Score(Struct, frozen=True):
+    """A replica's quality score Q changed."""
+
+    replica: str
+    quality: float
+
+
+class Publish(Struct, frozen=True):
+    """Make a version current on every replica of the model; held-out cross-entropies before and after."""
+
+    version: int
+    before: float
+    after: float
+
+
+class Clean(Struct, frozen=True):
+    """The updates of a round are no longer needed."""
+
+    round: int
+    clients: tuple[str, ...]
+
+
+class Forget(Struct, frozen=True):
+    """A rejected candidate version is no longer needed."""
+
+    version: int
+
+
+Action = Send | Announce | Return | Score | Publish | Clean | Forget

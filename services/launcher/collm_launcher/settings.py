@@ -1,0 +1,28 @@
+"""Settings of the launcher (COLLM_LAUNCHER_*)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from collm_common.settings import Common
+from collm_common.types import Name, Positive
+from msgspec import Meta
+
+from collm_launcher.policy.idle import IdleRules
+from collm_launcher.policy.job import Rules
+
+
+class LauncherSettings(Common, frozen=True, kw_only=True):
+    """`adapters` maps a served model to the adapter that its jobs train; a model that is not there is never trained.
+
+    `idle` and `rules` are JSON objects. A new job waits `cooldown_s` after the last one of its model.
+    """
+
+    adapters: dict[Name, Name] = {}
+    idle: IdleRules = IdleRules()
+    rules: Rules = Rules()
+    tick_s: Positive = 1.0
+    cooldown_s: Annotated[float, Meta(ge=0)] = 60.0
+    lease_ttl_s: Positive = 5.0
+    keep_versions: Annotated[int, Meta(ge=1)] = 4
+    seed: Annotated[int, Meta(ge=0)] = 0
