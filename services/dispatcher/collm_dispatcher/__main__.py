@@ -12,12 +12,12 @@ import sys
 from contextlib import AsyncExitStack
 
 import uvloop
+
 from collm_common import logs
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
 from collm_common.errors import CollmError, SettingsError
 from collm_common.settings import load
-
 from collm_dispatcher.dispatch import dispatching
 from collm_dispatcher.ingress.service import Ingress, ingress
 from collm_dispatcher.settings import DispatcherSettings

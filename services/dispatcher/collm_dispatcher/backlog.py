@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from redis.asyncio import Redis
+
 from collm_common import messages
 from collm_common.broker import stop_all
 from collm_common.clock import Clock
@@ -15,8 +17,6 @@ from collm_common.messages import Request
 from collm_common.requeue import GROUP
 from collm_common.streams import AckPolicy, Entry, WorkQueue
 from collm_common.types import Slo
-from redis.asyncio import Redis
-
 from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
 from collm_dispatcher.retry import forever, once
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from msgspec import Struct
+from redis.asyncio import Redis
+
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
 from collm_common.keys import Keys
 from collm_common.registry import Registry
 from collm_common.types import ReplicaInfo, ReplicaState
-from msgspec import Struct
-from redis.asyncio import Redis
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from collm_common.broker import stop_all
-from collm_common.clock import Clock, ticks
 from redis.asyncio import Redis
 
+from collm_common.broker import stop_all
+from collm_common.clock import Clock, ticks
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.leader import Leader
 from collm_dispatcher.retry import forever

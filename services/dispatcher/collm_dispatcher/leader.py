@@ -6,6 +6,8 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.broker import AWAY, stop_all
 from collm_common.clock import Clock, ticks
@@ -14,8 +16,6 @@ from collm_common.lease import Lease
 from collm_common.messages import PauseTraining, ReplicaChanged, ResumeTraining
 from collm_common.requeue import give_up_subflow
 from collm_common.types import ReplicaState
-from redis.asyncio import Redis
-
 from collm_dispatcher.backlog import Backlog
 from collm_dispatcher.cell import Cell, Member
 from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Plan

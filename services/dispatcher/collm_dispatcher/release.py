@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from redis.asyncio import Redis
+
 from collm_common import messages
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
 from collm_common.messages import Failed, Replies
 from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
 from collm_common.scripts import GIVE_UP
-from redis.asyncio import Redis
-
 from collm_dispatcher.policy.queue import Waiting
 
 RELEASE = """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from msgspec import Meta, field
+
 from collm_common.settings import Common
 from collm_common.types import Name, Positive
-from msgspec import Meta, field
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]

@@ -14,7 +14,6 @@ from collm_common.clock import Clock
 from collm_common.errors import BrokerError, InvalidRequest, RequestError, Unavailable
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, Request
-
 from collm_dispatcher.ingress import objectives, render
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody
 from collm_dispatcher.ingress.courier import Courier

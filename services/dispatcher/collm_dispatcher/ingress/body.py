@@ -7,9 +7,10 @@ import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta, Struct
+
 from collm_common.errors import InvalidRequest
 from collm_common.types import SamplingParams
-from msgspec import Meta, Struct
 
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=1, le=1_000_000)]

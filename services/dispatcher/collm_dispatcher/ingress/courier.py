@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.broker import AWAY, patiently
 from collm_common.clock import Clock, checkpoint
@@ -12,8 +14,6 @@ from collm_common.keys import Keys
 from collm_common.messages import Cancel, Replies
 from collm_common.requeue import GROUP
 from collm_common.streams import Tail
-from redis.asyncio import Redis
-
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.open_requests import Open, OpenRequests
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from collm_common.errors import Unavailable, UnknownModel
 from msgspec import Struct
 
+from collm_common.errors import Unavailable, UnknownModel
 from collm_dispatcher.cell import Cell
 
 VERSION = re.compile(r"^(?P<name>.+)@v(?P<version>[0-9]+)$")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collm_common.types import Slo
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from collm_common.types import Slo
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

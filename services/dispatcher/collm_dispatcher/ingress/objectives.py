@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+
 from collm_common.errors import InvalidRequest, SettingsError
 from collm_common.types import Slo
-
 from collm_dispatcher.ingress.body import SloLimits
 
 DEFAULT = "default"

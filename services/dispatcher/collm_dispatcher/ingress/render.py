@@ -7,7 +7,6 @@ from typing import Any
 
 from collm_common.errors import RequestError
 from collm_common.messages import Delta, Done, TokenLogprob
-
 from collm_dispatcher.ingress.tokenizing import Tokenizing
 
 

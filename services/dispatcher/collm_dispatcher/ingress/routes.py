@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
+
 from collm_common.broker import AWAY
 from collm_common.errors import InternalError, PayloadTooLarge, RequestError, Unavailable
 from collm_common.messages import TokenLogprob
-
 from collm_dispatcher.ingress import render
 from collm_dispatcher.ingress.answer import Answer, Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse

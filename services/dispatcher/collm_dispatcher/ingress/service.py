@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from collm_common.broker import AWAY, stop_all
-from collm_common.clock import Clock
 from redis.asyncio import Redis
 
+from collm_common.broker import AWAY, stop_all
+from collm_common.clock import Clock
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.courier import Courier

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collm_common.errors import InvalidRequest, ModelError
 from jinja2 import TemplateError
 
+from collm_common.errors import InvalidRequest, ModelError
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody
 
 

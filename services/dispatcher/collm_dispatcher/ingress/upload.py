@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import web
-from collm_common.errors import InvalidRequest, PayloadTooLarge, Unavailable
 
+from collm_common.errors import InvalidRequest, PayloadTooLarge, Unavailable
 from collm_dispatcher.cell import Cell
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collm_common.types import ReplicaState
 from msgspec import Struct
 
+from collm_common.types import ReplicaState
 from collm_dispatcher.policy.pacing import Mode
 
 

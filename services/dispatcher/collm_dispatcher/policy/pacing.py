@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from collm_common.types import Slo
 from msgspec import Struct
+
+from collm_common.types import Slo
 
 StepTime = Callable[[int], float]
 """T_infer(b): seconds of one engine iteration with b running sequences."""

@@ -6,8 +6,9 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
-from collm_common.types import Slo
 from msgspec import Struct
+
+from collm_common.types import Slo
 
 
 class Waiting(Struct, frozen=True):
