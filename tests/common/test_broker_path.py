@@ -7,6 +7,8 @@ import os
 import signal
 
 import pytest
+from redis.asyncio import Redis
+
 from collm_common import blobs, messages, streams
 from collm_common.broker import connection, patiently
 from collm_common.clock import ManualClock, ticks
@@ -18,8 +20,6 @@ from collm_common.registry import Registry
 from collm_common.requeue import GROUP, give_up_subflow
 from collm_common.streams import AckPolicy, Entry, Tail, WorkQueue
 from collm_common.types import ReplicaInfo, ReplicaState, SamplingParams, Slo
-from redis.asyncio import Redis
-
 from tests.support.broker import Broker
 
 STREAM = "{collm}:work"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from redis.asyncio import Redis
+
 from collm_common import latency
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.latency import LatencyModel, Line, Term
 from collm_common.types import BatchSizes
-from redis.asyncio import Redis
 
 TERMS = (Term(), Term("log2(1+B)"), Term("B/(B+k)", 4), Term("min(B,k)", 4))
 

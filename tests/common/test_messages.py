@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+
 from collm_common import messages as m
 from collm_common.errors import MessageError
 from collm_common.types import AdapterRef, BatchSizes, Quality, ReplicaState, SamplingParams, Slo

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import pytest
+from msgspec import Meta
+
 from collm_common.errors import SettingsError
 from collm_common.settings import Common, load
 from collm_common.types import Slo
-from msgspec import Meta
 
 
 class Example(Common, frozen=True, kw_only=True):

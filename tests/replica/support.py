@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.clock import SystemClock
 from collm_common.keys import Keys
@@ -18,7 +20,6 @@ from collm_replica.inference import engine_config
 from collm_replica.serving import Serving
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import CpuUtilisation
-from redis.asyncio import Redis
 
 
 def settings(**changes: Any) -> ReplicaSettings:

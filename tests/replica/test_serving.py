@@ -6,14 +6,14 @@ import hashlib
 from functools import partial
 
 import msgspec
+from redis.asyncio import Redis
+
 from collm_common import blobs, messages, streams
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, InferenceReport, Reply
 from collm_common.registry import Registry
 from collm_common.types import AdapterManifest, AdapterRef, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.adapter_feed import Loaded
-from redis.asyncio import Redis
-
 from tests.replica.support import replies, request, send, serving, settings
 from tests.support.waiting import eventually
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.clock import SystemClock
 from collm_common.errors import ModelError
@@ -21,8 +23,6 @@ from collm_common.registry import Registry
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.settings import ReplicaSettings
 from collm_replica.supervisor import Supervisor
-from redis.asyncio import Redis
-
 from tests.replica.support import replies, request, send
 from tests.support.broker import Broker
 from tests.support.waiting import eventually

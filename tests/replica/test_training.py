@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.clock import SystemClock
 from collm_common.keys import Keys
@@ -41,8 +43,6 @@ from collm_common.settings import load
 from collm_common.types import BatchSizes, SamplingParams
 from collm_replica.settings import ReplicaSettings
 from collm_replica.supervisor import Supervisor
-from redis.asyncio import Redis
-
 from tests.replica.support import replies, request, send
 from tests.support.broker import Broker
 from tests.support.models import tiny_model_folder

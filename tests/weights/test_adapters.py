@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+
 from collm_common.errors import AdapterError
 from collm_common.types import AdapterManifest
 from collm_replica import adapters
-
 from tests.support.models import LINEARS, random_adapter, tiny_model_folder
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from collm_common.errors import ModelError
 from collm_replica import weights
 from collm_replica.models import resolve, skeleton
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from tests.support.models import FAMILIES, tiny_model_folder
 
 

@@ -18,6 +18,7 @@ from collm_common.errors import BrokerError
 AWAY = (failures.ConnectionError, failures.TimeoutError, failures.BusyLoadingError, OSError)
 BLOCK_S = 1.0
 COMMAND_TIMEOUT_S = 5.0
+CANCEL_AGAIN_S = 0.2
 
 T = TypeVar("T")
 
@@ -61,9 +62,15 @@ async def patiently(call: Callable[[], Awaitable[T]], deadline_s: float, clock: 
 
 
 async def stop_all(*tasks: asyncio.Task[None]) -> None:
-    """Cancel background tasks and wait for them; their own errors surface here."""
+    """Cancel background tasks and wait for them; their own errors surface here.
+
+    A cancellation that arrives together with a reply can be swallowed by the client library, so it is repeated.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
     for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-            raise result
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error

@@ -131,10 +131,10 @@ class Configure(Message, frozen=True, kw_only=True, tag="configure"):
 
 
 class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
-    """A version of `name` was published: make it current."""
+    """Make a version of `name` current; 0 is the base model."""
 
     name: Name
-    version: Annotated[int, Meta(ge=1)]
+    version: Count
 
 
 class Hyperparams(Struct, frozen=True):

@@ -8,12 +8,12 @@ import signal
 import sys
 
 import uvloop
+
 from collm_common import logs
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
 from collm_common.errors import CollmError
 from collm_common.settings import load
-
 from collm_replica.settings import ReplicaSettings
 from collm_replica.supervisor import Supervisor
 
@@ -32,7 +32,8 @@ def main() -> None:
     try:
         settings = load(ReplicaSettings, "replica")
     except CollmError as error:
-        sys.exit(f"collm-replica: {error}")
+        print(f"collm-replica: {error}", file=sys.stderr)
+        sys.exit(2)
     logs.setup(f"replica {settings.id}", settings.log_level)
     try:
         uvloop.run(run(settings))

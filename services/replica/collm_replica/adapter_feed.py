@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+from msgspec import Struct
+from redis.asyncio import Redis
+
 from collm_common import blobs
 from collm_common.errors import AdapterError
 from collm_common.keys import Keys
 from collm_common.types import AdapterManifest, AdapterRef
-from msgspec import Struct
-from redis.asyncio import Redis
-
 from collm_replica.engine.protocol import Tensors
 
 Decode = Callable[[bytes, AdapterManifest], Tensors]

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from collm_common.errors import AdapterError
-from collm_common.types import AdapterManifest
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save, save_file
+
+from collm_common.errors import AdapterError
+from collm_common.types import AdapterManifest
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -7,6 +7,8 @@ import socket
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta, Struct
+
 from collm_common.errors import MessageError
 from collm_common.messages import (
     Aggregate,
@@ -20,7 +22,6 @@ from collm_common.messages import (
     TrainRound,
 )
 from collm_common.types import AdapterRef
-from msgspec import Meta, Struct
 
 MAX_FRAME_BYTES = 1 << 20
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 
 from collm_common.clock import Clock
-
 from collm_replica.channel import Alive, AnyLocal, Channel, Ready, ToChild
 
 log = logging.getLogger(__name__)

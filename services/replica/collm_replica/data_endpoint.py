@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
+
 from collm_common.errors import DataError
 
 UPLOADS = "uploads"

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
+from msgspec import Struct
+
 from collm_common import logs
-from collm_common.broker import connection
+from collm_common.broker import connection, stop_all
 from collm_common.clock import SystemClock
 from collm_common.messages import Cancel, Configure, LoadAdapter, Request
 from collm_common.settings import load
 from collm_common.types import SamplingParams, Slo
-from msgspec import Struct
-
 from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
 from collm_replica.channel import Alive, Channel, DigestReply, DigestRequest, Drain, Ready, Snapshot, Training
 from collm_replica.child import die_with_parent
@@ -145,9 +145,7 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
         try:
             await serving.run()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stop_all(*tasks)
 
 
 def main() -> None:

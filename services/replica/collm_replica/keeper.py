@@ -9,7 +9,6 @@ from typing import Any
 
 from collm_common.clock import Clock
 from collm_common.errors import ModelError
-
 from collm_replica.channel import Ready, ToChild
 from collm_replica.child import Child
 from collm_replica.settings import ReplicaSettings

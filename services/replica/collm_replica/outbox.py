@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import Struct
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.broker import patiently
 from collm_common.keys import Keys
 from collm_common.messages import Done, Failed, Replies, Reply
 from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
-from msgspec import Struct
-from redis.asyncio import Redis
 
 MAX_BACKLOG = 256
 PATIENCE_S = 60.0

@@ -6,14 +6,14 @@ import logging
 import uuid
 
 import msgspec
+from redis.asyncio import Redis
+
 from collm_common.broker import AWAY, patiently
 from collm_common.clock import Clock, ticks
 from collm_common.messages import ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.requeue import give_up_subflow
 from collm_common.types import ReplicaInfo, ReplicaState
-from redis.asyncio import Redis
-
 from collm_replica.channel import Ready
 from collm_replica.settings import ReplicaSettings
 

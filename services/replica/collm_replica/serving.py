@@ -9,16 +9,16 @@ from collections.abc import Callable
 from functools import partial
 
 import msgspec
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
-from collm_common.broker import AWAY, patiently
+from collm_common.broker import AWAY, patiently, stop_all
 from collm_common.clock import Clock, ticks
 from collm_common.errors import AdapterError, CollmError, MessageError, RequestError, UnknownModel
 from collm_common.messages import Done, Failed, InferenceReport, Request
 from collm_common.requeue import GROUP
 from collm_common.streams import AckPolicy, Entry, WorkQueue
 from collm_common.types import AdapterRef, ReplicaState
-from redis.asyncio import Redis
-
 from collm_replica.adapter_feed import AdapterFeed, Loaded
 from collm_replica.engine.protocol import InferenceEngine, StepResult
 from collm_replica.outbox import Open, Outbox
@@ -71,9 +71,7 @@ class Serving:
                 task.result()
             await asyncio.wait_for(self._outbox.flushed(), self.settings.drain_s)
         finally:
-            for task in (engine, *others):
-                task.cancel()
-            await asyncio.gather(engine, *others, return_exceptions=True)
+            await stop_all(engine, *others)
 
     # --- commands, called from the event loop at any time
 

@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
+from msgspec import Meta
+
 from collm_common.settings import Common
 from collm_common.types import Count, Name, Positive
-from msgspec import Meta
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 

@@ -11,14 +11,14 @@ import os
 from functools import partial
 from pathlib import Path
 
+from redis.asyncio import Redis
+
 from collm_common import messages
 from collm_common.broker import AWAY, patiently, stop_all
 from collm_common.clock import Clock
 from collm_common.errors import MessageError
 from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TaskFailed, TrainRound
 from collm_common.streams import Tail
-from redis.asyncio import Redis
-
 from collm_replica.channel import (
     AnyLocal,
     Attach,

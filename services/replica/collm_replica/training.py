@@ -10,8 +10,9 @@ import socket
 import sys
 
 import uvloop
+
 from collm_common import logs
-from collm_common.broker import connection
+from collm_common.broker import connection, stop_all
 from collm_common.clock import SystemClock
 from collm_common.messages import (
     Aggregate,
@@ -23,7 +24,6 @@ from collm_common.messages import (
     TrainRound,
 )
 from collm_common.settings import load
-
 from collm_replica.channel import Alive, Attach, Channel, Ready
 from collm_replica.child import die_with_parent
 from collm_replica.inference import ALIVE_S
@@ -74,9 +74,7 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
             for task in done:
                 task.result()
         finally:
-            for loop in loops:
-                loop.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await stop_all(*loops)
 
 
 def main() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec import Struct
+from redis.asyncio import Redis
+
 from collm_common import blobs, messages, streams
 from collm_common.broker import AWAY, patiently
 from collm_common.clock import Clock
@@ -26,9 +29,6 @@ from collm_common.messages import (
 )
 from collm_common.registry import Registry
 from collm_common.types import AdapterManifest, AdapterRef, Quality
-from msgspec import Struct
-from redis.asyncio import Redis
-
 from collm_replica import adapters
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import Finished, Snapshot, ToSupervisor, Training

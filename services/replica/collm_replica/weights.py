@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 import torch
-from collm_common.errors import ModelError
 from msgspec import Struct
 from safetensors import safe_open
 from transformers import PreTrainedModel
+
+from collm_common.errors import ModelError
 
 ALIGN = 256
 HEADER_BYTES = 1 << 20
