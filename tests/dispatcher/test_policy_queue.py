@@ -1,0 +1,85 @@
+"""The deadline queue by its properties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collm_common.types import Slo
+from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
+
+deadlines = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30)
+
+
+def waiting(number: int, deadline_s: float, rejects: bool = False, arrival_s: float = 0.0) -> Waiting:
+    slo = Slo("s", late="reject" if rejects else "serve")
+    return Waiting("stream", f"{number}-0", f"q{number}", "i1", 0, arrival_s, deadline_s, slo)
+
+
+def filled(rows: list[tuple[int, bool]]) -> tuple[DeadlineQueue, list[Waiting]]:
+    queue, items = DeadlineQueue(), [waiting(n, deadline, rejects) for n, (deadline, rejects) in enumerate(rows)]
+    for item in items:
+        queue.add(item)
+    return queue, items
+
+
+@given(rows=deadlines, now=st.integers(0, 20))
+def test_every_request_is_either_shed_or_offered(rows: list[tuple[int, bool]], now: int) -> None:
+    """A request that is in neither place is lost, and its client waits for ever."""
+    queue, items = filled(rows)
+    out = queue.shed(now)
+    offered = queue.first(len(items))
+    assert sorted(i.entry_id for i in out + offered) == sorted(i.entry_id for i in items)
+    assert {i.entry_id for i in out} == {i.entry_id for i in items if i.deadline_s <= now and i.slo.late == "reject"}
+
+
+@given(rows=deadlines, now=st.integers(0, 20), count=st.integers(0, 40))
+def test_those_in_time_come_by_deadline_and_the_late_ones_after_them(
+    rows: list[tuple[int, bool]], now: int, count: int
+) -> None:
+    """A late request that takes the place of one which could still be in time."""
+    queue, _ = filled(rows)
+    queue.shed(now)
+    order = queue.first(len(rows))
+    assert queue.first(count) == order[:count]
+    late = [item.deadline_s <= now for item in order]
+    assert late == sorted(late)
+    in_time = [item.deadline_s for item in order if item.deadline_s > now]
+    assert in_time == sorted(in_time)
+
+
+@given(rows=deadlines, now=st.integers(0, 20), data=st.data())
+def test_what_is_removed_does_not_come_back(rows: list[tuple[int, bool]], now: int, data: st.DataObject) -> None:
+    """A request that is released twice because it is still in one of the lists."""
+    queue, items = filled(rows)
+    shed_before = data.draw(st.booleans())
+    gone = data.draw(st.sets(st.sampled_from(range(len(items))))) if items else set()
+    out = queue.shed(now) if shed_before else []
+    for number in gone:
+        queue.remove(items[number])
+    out += queue.shed(now)
+    left = queue.first(len(items))
+    assert len(left) == len(queue)
+    assert not {items[number].entry_id for number in gone} & {item.entry_id for item in left}
+    assert len({item.entry_id for item in out + left}) == len(out) + len(left)
+    assert list(queue) == [item for item in items if item in left]
+
+
+def test_an_entry_that_comes_twice_is_one() -> None:
+    """A claimed entry that was also read is served twice."""
+    queue, item = DeadlineQueue(), waiting(1, 5.0)
+    queue.add(item)
+    queue.add(item)
+    assert ("stream", "1-0") in queue
+    assert queue.first(9) == [item]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_equal_deadlines_go_by_arrival(reverse: bool) -> None:
+    """Requests without a deadline that starve behind later ones."""
+    queue = DeadlineQueue()
+    items = [waiting(n, float("inf"), arrival_s=n) for n in range(5)]
+    for item in reversed(items) if reverse else items:
+        queue.add(item)
+    assert queue.first(5) == items
