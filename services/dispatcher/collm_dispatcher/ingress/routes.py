@@ -46,7 +46,12 @@ class Routes:
 
     def app(self) -> web.Application:
         """With every route."""
-        app = web.Application(client_max_size=self._max_body, middlewares=[web.middleware(self._errors)])
+
+        @web.middleware
+        async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._answer_errors(request, handler)
+
+        app = web.Application(client_max_size=self._max_body, middlewares=[errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_post("/v1/replicas/{id}/data", self._upload)
@@ -140,7 +145,7 @@ class Routes:
         if self.draining:
             raise Unavailable("shutting down", code="rejected-shutting-down", retry_after_s=self._retry_after_s)
 
-    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except RequestError as error:

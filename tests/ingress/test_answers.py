@@ -1,0 +1,122 @@
+"""What clients get: whole answers, streams, usage, timings, log-probabilities, models, health."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from collm_common.keys import Keys
+from redis.asyncio import Redis
+
+from tests.ingress.support import chat, front, text
+from tests.support.waiting import eventually
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def content(chunks: list[dict[str, Any]]) -> str:
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+
+async def test_a_chat_answer_has_openais_shape(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """Clients that read choices[0].message or usage break on any other shape."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        status, body = await site.post(CHAT, chat())
+    assert status == 200
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "m"
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"]
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 6
+    assert body["usage"]["total_tokens"] == 6 + body["usage"]["prompt_tokens"]
+    assert body["collm"]["adapter"] is None
+    assert {"queue_ms", "prefill_ms", "decode_ms"} <= body["collm"].keys()
+
+
+async def test_a_stream_has_the_same_text_and_ends(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """A stream that differs from the whole answer, has no finish reason, or never says [DONE]."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        _, whole = await site.post(CHAT, chat(seed=1))
+        chunks = await site.stream(CHAT, chat(seed=1))
+    assert content(chunks) == whole["choices"][0]["message"]["content"]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == "length"
+    assert all(chunk["choices"] for chunk in chunks), "a client that did not ask for usage reads choices[0] of each"
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_comes_last_or_in_every_chunk_as_asked(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """Load generators that count tokens by usage would count none."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        once = await site.stream(TEXT, text(stream_options={"include_usage": True}))
+        always = await site.stream(
+            TEXT, text(stream_options={"include_usage": True, "continuous_usage_stats": True}, stop=None)
+        )
+    assert [chunk["usage"]["completion_tokens"] for chunk in once if "usage" in chunk] == [6]
+    assert once[-1]["choices"] == []
+    assert [chunk["usage"]["completion_tokens"] for chunk in always] == [1, 2, 3, 4, 5, 6, 6, 6]
+
+
+async def test_a_reference_is_scored_after_the_text_has_ended(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """Quality that delays the finish, or a reference without its EOS."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        chunks = await site.stream(CHAT, chat(reference="abcd"))
+        _, whole = await site.post(CHAT, chat(reference="abcd"))
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["collm"]["cross_entropy"] == 2.0
+    assert chunks[-1]["collm"]["reference_tokens"] == 5
+    assert whole["collm"]["cross_entropy"] == 2.0
+
+
+async def test_adapters_are_models_with_versions(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """An adapter that cannot be asked for by name or by version before its first training."""
+    await redis.hset(keys.adapter("desk"), mapping={"model": "m", "version": 0})
+    await redis.sadd(keys.adapters, "desk")
+    async with front(redis, keys, tokenizer_folder) as site:
+        _, models = await site.get("/v1/models")
+        answers = [await site.post(CHAT, chat(model=name)) for name in ("desk", "desk@v0")]
+        unknown = [await site.post(CHAT, chat(model=name)) for name in ("nobody", "desk@v1", "nobody@v1")]
+    assert {entry["id"]: (entry["parent"], entry["root"]) for entry in models["data"]} == {
+        "m": (None, "m"),
+        "desk": ("m", "desk@v0"),
+    }
+    assert [(status, body["collm"]["adapter"]) for status, body in answers] == [(200, "desk@v0")] * 2
+    assert [(status, body["error"]["code"]) for status, body in unknown] == [(404, "model_not_found")] * 3
+
+
+async def test_a_prompt_may_be_tokens(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """Benchmarks that send token ids."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        _, ids = await site.post(TEXT, text([[1, 2, 3]]))
+        wrong, body = await site.post(TEXT, text([1, 10_000]))
+    assert ids["usage"]["prompt_tokens"] == 3
+    assert (wrong, body["error"]["param"]) == (400, "prompt")
+
+
+async def test_liveness_readiness_and_metrics(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """A probe that depends on the queue, or a dashboard that stays empty."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        await site.post(CHAT, chat())
+        await site.post(CHAT, chat(n=2))
+        health, ready = await site.get("/health"), await site.get("/ready")
+        async with site.http.get("/metrics") as response:
+            page = await response.text()
+        await redis.hset(keys.replica("r1"), "ready", "0")
+        await eventually(lambda: _status(site, "/ready", 503))
+        assert (await site.get("/health"))[0] == 200
+    assert (health[0], ready[0]) == (200, 200)
+    for line in (
+        'collm:request_success_total{finished_reason="length",model_name="m"} 1.0',
+        'collm:num_requests_running{model_name="m"} 0.0',
+        'collm:goodput_tokens_total{model_name="m",slo="default"} 6.0',
+        'collm:slo_attainment{model_name="m",slo="default"} 1.0',
+        'collm:requests_rejected_total{reason="unsupported_parameter"} 1.0',
+        'collm:time_to_first_token_seconds_count{model_name="m"} 1.0',
+    ):
+        assert line in page
+
+
+async def _status(site: Any, path: str, wanted: int) -> bool:
+    return (await site.get(path))[0] == wanted
