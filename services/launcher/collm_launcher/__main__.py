@@ -7,12 +7,12 @@ import signal
 import sys
 
 import uvloop
+
 from collm_common import logs
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
 from collm_common.errors import CollmError
 from collm_common.settings import load
-
 from collm_launcher.service import Launcher
 from collm_launcher.settings import LauncherSettings
 

@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import deque
+from collections.abc import Collection
+
+import msgspec
+from redis.asyncio import Redis
 
 from collm_common import messages
 from collm_common.broker import AWAY
 from collm_common.clock import Clock
 from collm_common.errors import FencedError, MessageError
+from collm_common.latency import sizes_from_hash
 from collm_common.lease import Lease
-from collm_common.messages import InferenceReport
+from collm_common.messages import AnyMessage, InferenceReport
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
-from redis.asyncio import Redis
-
-from collm_launcher.policy import idle, rounds
+from collm_launcher.loads import Loads
+from collm_launcher.policy import rounds
+from collm_launcher.policy.idle import Move
 from collm_launcher.policy.job import Action, Job
 from collm_launcher.settings import LauncherSettings
-from collm_launcher.store import JobStore
+from collm_launcher.store import JobStore, order
 
 log = logging.getLogger(__name__)
 
 BATCH = 500
-ARRIVALS_KEPT = 60
 
 
 class Launcher:
@@ -37,21 +40,18 @@ class Launcher:
         self.keys = settings.keys
         self.stop = asyncio.Event()
         self.jobs: dict[str, Job] = {}
-        self._holder = uuid.uuid4().hex[:8]
-        self._lease = Lease(redis, self.keys, "launcher", self._holder, settings.lease_ttl_s)
+        self._lease = Lease(redis, self.keys, "launcher", uuid.uuid4().hex[:8], settings.lease_ttl_s)
         self._registry = Registry(redis, self.keys)
         self._store = JobStore(redis, self.keys, self._lease, settings.keep_versions)
         self._tail: Tail | None = None
-        self._loads: dict[str, idle.Load] = {}
-        self._reports: dict[str, list[InferenceReport]] = {}
-        self._arrivals: dict[str, deque[float]] = {}
         self._replicas: dict[str, ReplicaInfo] = {}
-        self._next_job_s: dict[str, float] = {}
+        self._positions: dict[str, str] = {}
+        self._start_over()
 
     @property
     def leads(self) -> bool:
-        """Whether this one holds the lease, as far as it knows."""
-        return self._lease.token is not None
+        """Whether this one holds the lease, as far as it knows, and has read what there was."""
+        return self._tail is not None
 
     async def run(self) -> None:
         """Until `stop`. A broker that is away, or a lost lease, costs only the time it lasts."""
@@ -59,47 +59,53 @@ class Launcher:
         while not self.stop.is_set():
             try:
                 await self._hold()
-                if self._tail is not None:
-                    wait_s = max(0.01, min(1.0, next_tick_s - self.clock.monotonic()))
-                    for entry in await self._tail.read(BATCH, wait_s):
-                        await self._hear(entry)
+                if self._tail is None:
+                    await self.clock.sleep(min(self.settings.tick_s, self.settings.lease_ttl_s / 3))
+                    continue
+                wait_s = min(self.settings.lease_ttl_s / 4, next_tick_s - self.clock.monotonic())
+                for entry in await self._tail.read(BATCH, max(0.01, wait_s)):
+                    await self._hear(entry)
                 if self.clock.monotonic() >= next_tick_s:
                     next_tick_s = max(next_tick_s + self.settings.tick_s, self.clock.monotonic())
-                    if self._tail is not None:
-                        await self._tick(self.clock.now())
+                    await self._tick(self.clock.now())
             except FencedError as error:
                 log.warning("%s", error)
-                self._lease.token = None
                 self._tail = None
             except AWAY as error:
+                # What was decided and not written is decided again from what Redis has.
                 log.warning("broker away: %s", error)
+                self._tail = None
                 await self.clock.sleep(0.5)
-            if self._tail is None:
-                await self.clock.sleep(min(self.settings.tick_s, self.settings.lease_ttl_s / 3))
-        if self.leads:
-            await self._lease.release()
+        self._tail = None
+        await self._lease.release()
 
     # --- leading
 
     async def _hold(self) -> None:
-        led = self.leads and self._tail is not None
         if await self._lease.hold() is None:
             self._tail = None
-            return
-        if led:
-            return
-        log.info("leading")
-        for memory in (self._loads, self._reports, self._arrivals, self._next_job_s):
-            memory.clear()
-        self.jobs, position = await self._store.jobs()
-        events, telemetry = Tail(self.redis, self.keys.events), Tail(self.redis, self.keys.telemetry)
-        await events.start(position)
-        await telemetry.start()
-        self._tail = Tail(self.redis)
-        self._tail.positions = {**events.positions, **telemetry.positions}
+        elif self._tail is None:
+            await self._lead()
+
+    async def _lead(self) -> None:
+        self._start_over()
+        self.jobs, self._positions = await self._store.jobs()
+        tail = Tail(self.redis, self.keys.telemetry, self.keys.events)
+        tail.positions[self.keys.events] = min(self._positions.values(), key=order, default="")
+        await tail.start()
+        self._heard = tail.positions[self.keys.events]
         for model, name in self.settings.adapters.items():
             await self._store.adapter(name, model)
         self._replicas = await self._registry.replicas()
+        log.info("leading, with %d jobs to go on with", len(self.jobs))
+        self._tail = tail
+
+    def _start_over(self) -> None:
+        self._loads = Loads(self.settings.idle, self.settings.combined_share)
+        self._next_job_s: dict[str, float] = {}
+        self._heard = ""
+
+    # --- events
 
     async def _hear(self, entry: Entry) -> None:
         try:
@@ -108,82 +114,80 @@ class Launcher:
             log.error("skipping entry %s of %s: %s", entry.entry_id, entry.key, error)
             return
         if isinstance(message, InferenceReport):
-            self._reports.setdefault(message.replica, []).append(message)
-            return
-        for job in list(self.jobs.values()):
-            await self._refresh_sizes(job)
-            actions = rounds.on_event(job, self.clock.now(), message)
-            if actions:
-                await self._apply(job, actions)
+            self._loads.hear(message)
+        if entry.key == self.keys.events:
+            self._heard = entry.entry_id
+            for job in [*self.jobs.values()]:
+                if order(entry.entry_id) > order(self._positions[job.id]):
+                    await self._step(job, message)
 
-    # --- ticking
+    async def _step(self, job: Job, message: AnyMessage | None) -> None:
+        """Let a job see an event, or the time; write what changed together with what follows from it."""
+        before = msgspec.msgpack.encode(job)
+        job.sizes.update(await self._sizes(job.clients))
+        now = self.clock.now()
+        told = message is not None
+        actions = rounds.on_event(job, now, message) if told else rounds.on_tick(job, now, self._usable(job))
+        if actions or msgspec.msgpack.encode(job) != before:
+            await self._apply(job, actions)
+
+    async def _apply(self, job: Job, actions: list[Action]) -> None:
+        now = self.clock.now()
+        replicas = [id_ for id_, info in self._replicas.items() if info.model == job.model]
+        self._positions[job.id] = max(self._heard, self._positions[job.id], key=order)
+        await self._store.apply(job, actions, replicas, self._positions[job.id], now)
+        if job.ended:
+            log.info("job %s ended: %s after round %d", job.id, job.phase, job.round)
+            del self.jobs[job.id], self._positions[job.id]
+            self._next_job_s[job.model] = now + self.settings.cooldown_s
+
+    # --- ticks
 
     async def _tick(self, now: float) -> None:
         self._replicas = await self._registry.replicas()
-        for job in list(self.jobs.values()):
-            await self._refresh_sizes(job)
-            if actions := rounds.on_tick(job, now, self._usable(job)):
-                await self._apply(job, actions)
+        for job in [*self.jobs.values()]:
+            await self._step(job, None)
         await self._free_strays(now)
-        self._observe()
+        self._loads.tick(self._replicas, await self._sizes(self._replicas))
         for model in sorted({info.model for info in self._replicas.values()}):
-            await self._mark_idle(model, now)
-            await self._start_job(model, now)
+            start_from = self.settings.rules.min_clients if self._may_train(model, now) else None
+            for move in self._loads.moves(model, self._replicas, start_from):
+                await self._move(move, now)
+            if start_from is not None:
+                await self._start_job(model, now)
 
     def _usable(self, job: Job) -> set[str]:
         """Clients that live and are still this job's: Combined once they joined."""
-        found = set()
+        usable = set()
         for id_, client in job.clients.items():
             info = self._replicas.get(id_)
-            if info is None or not info.alive or info.state is ReplicaState.SERVING:
+            if info is None or not info.alive:
                 continue
-            if info.state is ReplicaState.COMBINED or not client.joined:
-                found.add(id_)
-        return found
+            if info.state is ReplicaState.COMBINED or (info.state is ReplicaState.IDLE and not client.joined):
+                usable.add(id_)
+        return usable
 
     async def _free_strays(self, now: float) -> None:
-        """A replica that is Combined for a job which is gone serves again."""
+        """A replica whose job is gone, or that is not its client any more, is free and serves."""
         members = {id_ for job in self.jobs.values() for id_ in job.clients}
         for id_, info in self._replicas.items():
-            if info.state is ReplicaState.COMBINED and id_ not in members:
-                await self._move(idle.Move(id_, info.state, ReplicaState.SERVING, "it has no job"), now)
-
-    def _observe(self) -> None:
-        reports, self._reports = self._reports, {}
-        arrived: dict[str, float] = {}
-        for id_, info in self._replicas.items():
-            load = self._loads.setdefault(id_, idle.Load(info.state, info.infer_batch_max))
-            load.state, load.capacity = info.state, info.infer_batch_max
-            if new := reports.get(id_):
-                utilisation = sum(report.utilisation for report in new) / len(new)
-                batch = sum(report.mean_batch for report in new) / len(new)
-                load.observe(utilisation, batch, 4 * self.settings.idle.window)
-                arrived[info.model] = arrived.get(info.model, 0.0) + sum(report.finished for report in new)
-        for id_ in [id_ for id_, load in self._loads.items() if id_ not in self._replicas]:
-            del self._loads[id_]
-        for model, count in arrived.items():
-            self._arrivals.setdefault(model, deque(maxlen=ARRIVALS_KEPT)).append(count)
-
-    async def _mark_idle(self, model: str, now: float) -> None:
-        loads = {
-            id_: self._loads[id_]
-            for id_, info in self._replicas.items()
-            if info.model == model and info.alive and info.ready
-        }
-        volatility = idle.burstiness(self._arrivals.get(model, ()))
-        for move in idle.decide(loads, self.settings.idle, volatility, self._may_train(model, now)):
-            await self._move(move, now)
+            if id_ in members:
+                continue
+            if info.job:
+                await self._registry.update(id_, job="")
+            if info.state is ReplicaState.COMBINED:
+                await self._move(Move(id_, info.state, ReplicaState.SERVING, "it has no job"), now)
 
     def _may_train(self, model: str, now: float) -> bool:
         busy = any(job.model == model for job in self.jobs.values())
         return model in self.settings.adapters and not busy and now >= self._next_job_s.get(model, 0.0)
 
     async def _start_job(self, model: str, now: float) -> None:
-        if not self._may_train(model, now):
-            return
+        since = await self._store.last_event()
         self._replicas = await self._registry.replicas()
         here = [info for info in self._replicas.values() if info.model == model]
-        if not (members := rounds.choose(here, self.settings.rules.min_clients)):
+        members = rounds.choose(here, self.settings.rules.min_clients)
+        if not members:
             return
         adapter = self.settings.adapters[model]
         version, following = await self._store.adapter(adapter, model)
@@ -192,29 +196,18 @@ class Launcher:
             id_, now, members, adapter, version, following, self.settings.rules, self.settings.seed
         )
         log.info("job %s over %s", id_, ", ".join(job.clients))
-        self.jobs[id_] = job
+        self.jobs[id_], self._positions[id_] = job, since
         await self._apply(job, actions)
 
-    # --- acting
-
-    async def _apply(self, job: Job, actions: list[Action]) -> None:
-        assert self._tail is not None
-        replicas = [info for info in self._replicas.values() if info.model == job.model]
-        now = self.clock.now()
-        await self._store.apply(job, actions, replicas, self._tail.positions[self.keys.events], now)
-        if job.ended:
-            log.info("job %s ended: %s after round %d", job.id, job.phase, job.round)
-            del self.jobs[job.id]
-            self._next_job_s[job.model] = now + self.settings.cooldown_s
-
-    async def _move(self, move: idle.Move, now: float) -> None:
+    async def _move(self, move: Move, now: float) -> None:
         if await self._registry.transition(move.replica, move.before, move.after, move.reason, now):
             log.info("%s: %s -> %s: %s", move.replica, move.before, move.after, move.reason)
-            if (load := self._loads.get(move.replica)) is not None:
-                load.state = move.after
 
-    async def _refresh_sizes(self, job: Job) -> None:
-        for id_ in job.clients:
-            train, infer = await self.redis.hmget(self.keys.config(id_), ["train", "infer"])
-            if train is not None and infer is not None:
-                job.sizes[id_] = BatchSizes(int(train), int(infer))
+    async def _sizes(self, replicas: Collection[str]) -> dict[str, BatchSizes]:
+        """What the coordinator chose, for those it chose something for."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for id_ in replicas:
+                pipe.hgetall(self.keys.config(id_))
+            rows = await pipe.execute()
+        found = {id_: sizes_from_hash(row) for id_, row in zip(replicas, rows, strict=True)}
+        return {id_: sizes for id_, sizes in found.items() if sizes is not None}

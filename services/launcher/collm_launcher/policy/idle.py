@@ -5,24 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from collm_common.types import ReplicaState
-from msgspec import Struct
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(ge=0)]
+MAX_STRETCH = 4
 
 
-class IdleRules(Struct, frozen=True):
+class IdleRules(Struct, frozen=True, forbid_unknown_fields=True):
     """`window` T and `return_ticks` T' are in launcher ticks; `alpha` is the quantile, `decay` lambda per tick.
 
     `headroom` is the share of demand that must be left over.
     """
 
-    window: int = 10
-    return_ticks: int = 5
-    alpha: float = 0.25
-    decay: float = 0.2
-    floor: float = 0.25
-    headroom: float = 0.3
-    min_clients: int = 3
+    window: AtLeastOne = 10
+    return_ticks: AtLeastOne = 5
+    alpha: Fraction = 0.25
+    decay: Share = 0.2
+    floor: Fraction = 0.25
+    headroom: Share = 0.3
 
 
 class Move(Struct, frozen=True):
@@ -89,19 +95,20 @@ def burstiness(arrivals: Sequence[float]) -> float:
 
 def stretch(ticks: int, volatility: float) -> int:
     """T or T' for this volatility: as given for Poisson, half when steady, at most four times when bursty."""
-    return max(1, round(ticks * min(4.0, max(0.5, (1 + volatility) / 2))))
+    return max(1, round(ticks * min(MAX_STRETCH, max(0.5, (1 + volatility) / 2))))
 
 
-def decide(loads: Mapping[str, Load], rules: IdleRules, volatility: float, job_possible: bool) -> list[Move]:
+def decide(loads: Mapping[str, Load], rules: IdleRules, volatility: float, start_from: int | None) -> list[Move]:
     """Moves for the replicas of one model at one tick; counts the ticks that Idle ones stay unchosen.
 
+    `start_from` is how many Idle replicas start a job at once, None if no job may start now.
     Serving -> Idle needs a full window, U~ <= U_switch and b~ <= b_switch, and that what stays carries the demand.
     When enough fall Idle for a job to start at once, they stay servers (Combined), at their smaller b.
     """
     window = stretch(rules.window, volatility)
     serving = {id_: load for id_, load in loads.items() if load.state is ReplicaState.SERVING}
     ripe = {id_: _averages(load, window, rules) for id_, load in serving.items() if len(load.samples) >= window}
-    return [*_returns(loads, rules, volatility), *_falls(loads, ripe, rules, job_possible)]
+    return [*_returns(loads, rules, volatility), *_falls(loads, ripe, rules, start_from)]
 
 
 def _averages(load: Load, window: int, rules: IdleRules) -> tuple[float, float]:
@@ -121,7 +128,7 @@ def _returns(loads: Mapping[str, Load], rules: IdleRules, volatility: float) -> 
 
 
 def _falls(
-    loads: Mapping[str, Load], ripe: Mapping[str, tuple[float, float]], rules: IdleRules, job_possible: bool
+    loads: Mapping[str, Load], ripe: Mapping[str, tuple[float, float]], rules: IdleRules, start_from: int | None
 ) -> list[Move]:
     if not ripe:
         return []
@@ -132,12 +139,12 @@ def _falls(
         b_switch = max(rules.floor * loads[id_].capacity, b_quantile)
         if u <= u_switch and b <= b_switch:
             low.append((u, id_, f"utilisation {u:.2f} <= {u_switch:.2f} and batch {b:.2f} <= {b_switch:.2f}"))
-    chosen = _guard(loads, [id_ for _, id_, _ in sorted(low)], rules, job_possible)
+    chosen = _guard(loads, [id_ for _, id_, _ in sorted(low)], rules, start_from)
     reasons = {id_: reason for _, id_, reason in low}
     return [Move(id_, ReplicaState.SERVING, ReplicaState.IDLE, reasons[id_]) for id_ in chosen]
 
 
-def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, job_possible: bool) -> list[str]:
+def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, start_from: int | None) -> list[str]:
     """The longest prefix of `low` after whose fall the rest still carries the demand (sequences in flight)."""
     demand = (1 + rules.headroom) * sum(
         ewma([b for _, b in load.samples], rules.decay) for load in loads.values() if load.samples
@@ -145,7 +152,7 @@ def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, job_poss
     idle = [id_ for id_, load in loads.items() if load.state is ReplicaState.IDLE]
     for count in range(len(low), 0, -1):
         fallen = [*idle, *low[:count]]
-        trains = job_possible and len(fallen) >= rules.min_clients
+        trains = start_from is not None and len(fallen) >= start_from
         if capacity(loads, fallen, trains) >= demand and (trains or len(fallen) < len(loads)):
             return low[:count]
     return []

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
 
 from collm_common.messages import Control, Event, Hyperparams
-from collm_common.types import BatchSizes, Quality, ReplicaState
-from msgspec import Struct, field
+from collm_common.types import BatchSizes, Count, Positive, Quality, ReplicaState
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class Phase(StrEnum):
@@ -20,21 +24,24 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-class Rules(Struct, frozen=True):
-    """What the operator sets for all jobs. Seconds are per phase; `max_rejected` rounds in a row end the job."""
+class Rules(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the operator sets for all jobs. Seconds are per phase; `max_rejected` rounds in a row end the job.
 
-    rounds: int = 3
-    steps: int = 50
+    A client leaves after `patience` rounds without a relative fall of its loss by `min_fall` (0: it never does).
+    """
+
+    rounds: AtLeastOne = 3
+    steps: AtLeastOne = 50
     strategy: str = "fedavg"
-    quorum: int = 2
-    min_clients: int = 3
-    form_s: float = 30.0
-    train_s: float = 600.0
-    aggregate_s: float = 60.0
-    evaluate_s: float = 120.0
-    patience: int = 2
-    min_fall: float = 0.01
-    max_rejected: int = 2
+    quorum: AtLeastOne = 2
+    min_clients: AtLeastOne = 3
+    form_s: Positive = 30.0
+    train_s: Positive = 600.0
+    aggregate_s: Positive = 60.0
+    evaluate_s: Positive = 120.0
+    patience: Count = 2
+    min_fall: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    max_rejected: AtLeastOne = 2
     hyper: Hyperparams = Hyperparams()
 
 
@@ -50,7 +57,7 @@ class Client(Struct):
 class Job(Struct):
     """`version` is the last accepted adapter version (0: the base), `candidate` the one being made or judged.
 
-    `uploads` maps clients to their mean training loss of this round; `measured` maps version -> client -> held-out quality;
+    `uploads` maps clients to their mean training loss of this round, `measured` version -> client -> held-out quality;
     `sizes` are the batch sizes that the coordinator last chose.
     """
 

@@ -22,7 +22,6 @@ from collm_common.messages import (
     UpdateUploaded,
 )
 from collm_common.types import BatchSizes, Quality, ReplicaInfo, ReplicaState
-
 from collm_launcher.policy.early_stop import should_stop
 from collm_launcher.policy.job import (
     Action,
@@ -123,6 +122,8 @@ def _state_changed(job: Job, now: float, event: StateChanged) -> list[Action]:
     if event.after is ReplicaState.COMBINED:
         client.joined = True
         return _train_if_formed(job, now) if job.phase is Phase.FORMING else []
+    if event.after is ReplicaState.IDLE and not client.joined:
+        return []
     return _lose(job, now, event.replica, f"recalled: {event.reason}")
 
 

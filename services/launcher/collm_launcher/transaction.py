@@ -1,0 +1,108 @@
+"""A job's actions as the commands of one Redis transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from collm_common import messages, streams
+from collm_common.keys import Keys
+from collm_common.messages import AdapterPublished, Aggregate, Control, Event, LoadAdapter, StateChanged
+from collm_common.registry import EVENTS_MAXLEN
+from collm_common.scripts import TRANSITION
+from collm_common.types import ReplicaState
+from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Publish, Return, Score, Send
+
+CONTROL_MAXLEN = 1000
+KEEP_ENDED_S = 24 * 3600
+
+
+class Transaction:
+    """Queues commands on `pipe`, which its owner executes. `replicas` are all of the job's model.
+
+    `published` are the versions that were current and are still stored, oldest first; the last `keep` of them stay.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        keys: Keys,
+        job: Job,
+        replicas: Collection[str],
+        published: Sequence[int],
+        keep: int,
+        now: float,
+    ) -> None:
+        self._pipe, self._keys, self._job, self._replicas = pipe, keys, job, replicas
+        self._published, self._keep, self._now = published, keep, now
+
+    def add(self, action: Action) -> None:
+        """One action."""
+        match action:
+            case Send(replica, command):
+                self._command(replica, command)
+                if isinstance(command, Aggregate):
+                    self._pipe.hset(self._keys.adapter(self._job.adapter), "last", command.version)
+            case Announce(event):
+                self._event(event, self._job.id)
+            case Return(replica, before, reason):
+                self._return(replica, before, reason)
+            case Score(replica, quality):
+                self._pipe.hset(self._keys.replica(replica), "quality", quality)
+            case Clean(round_, clients):
+                self._pipe.unlink(*(self._keys.update(self._job.id, round_, client) for client in clients))
+            case Forget(version):
+                self._pipe.unlink(self._keys.adapter_version(self._job.adapter, version))
+            case Publish(version, before, after):
+                self._publish(version, before, after)
+
+    def write_state(self, position: str) -> None:
+        """The whole state, with readable fields beside it; `position` is the last event it has seen."""
+        job, key = self._job, self._keys.job(self._job.id)
+        readable = {
+            "status": job.phase.value,
+            "round": job.round,
+            "model": job.model,
+            "adapter": job.adapter,
+            "version": job.version,
+            "server": job.server,
+            "clients": ",".join(job.clients),
+            "accepted": job.accepted,
+        }
+        self._pipe.hset(key, mapping={**readable, "position": position, "state": msgspec.msgpack.encode(job)})
+        if job.ended:
+            self._pipe.srem(self._keys.jobs, job.id)
+            self._pipe.expire(key, KEEP_ENDED_S)
+            return
+        self._pipe.sadd(self._keys.jobs, job.id)
+        for id_ in job.clients:
+            self._pipe.hset(self._keys.replica(id_), "job", job.id)
+
+    def _command(self, replica: str, command: Control) -> None:
+        entry = streams.fields(messages.kind(command), self._job.id, messages.encode(command))
+        self._pipe.xadd(self._keys.control(replica), entry, maxlen=CONTROL_MAXLEN, approximate=True)
+
+    def _event(self, event: Event, id_: str) -> None:
+        entry = streams.fields(messages.kind(event), id_, messages.encode(event))
+        self._pipe.xadd(self._keys.events, entry, maxlen=EVENTS_MAXLEN, approximate=True)
+
+    def _return(self, replica: str, before: ReplicaState, reason: str) -> None:
+        key, after = self._keys.replica(replica), ReplicaState.SERVING
+        event = StateChanged(replica=replica, before=before, after=after, reason=reason, time_s=self._now)
+        args = (before.value, after.value, replica, messages.encode(event), EVENTS_MAXLEN)
+        self._pipe.hset(key, "job", "")
+        self._pipe.eval(TRANSITION, 2, key, self._keys.events, *args)
+
+    def _publish(self, version: int, before: float, after: float) -> None:
+        name = self._job.adapter
+        published = [*self._published, version]
+        for old in published[: -self._keep]:
+            self._pipe.unlink(self._keys.adapter_version(name, old))
+        kept = ",".join(map(str, published[-self._keep :]))
+        self._pipe.hset(self._keys.adapter(name), mapping={"version": version, "published": kept})
+        for id_ in self._replicas:
+            self._command(id_, LoadAdapter(name=name, version=version))
+        event = AdapterPublished(name=name, version=version, before=before, after=after, time_s=self._now)
+        self._event(event, name)
