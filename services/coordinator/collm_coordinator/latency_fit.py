@@ -1,0 +1,147 @@
+"""T(B, b) = base + s b + t f(B) from samples, robust and with slopes that are not negative (paper section 5.2).
+
+RLM (Huber) fails on a single point and on a perfect fit, and only warns on collinear columns: rank, range and number of
+samples are checked first, and least squares stands in where residuals vanish. f is chosen by leave-one-out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import statsmodels.api as sm
+from msgspec import Struct
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from collm_common.latency import Line, Term
+from collm_coordinator.samples import Point
+
+MIN_POINTS = 3
+MIN_R2 = 0.2
+FLAT = 0.05
+MAX_LEFT_OUT = 32
+TERMS = (
+    Term("B"),
+    Term("log2(1+B)"),
+    *(Term("B/(B+k)", k) for k in (1.0, 2.0, 4.0)),
+    *(Term("min(B,k)", k) for k in (2.0, 4.0, 8.0)),
+)
+
+Matrix = NDArray[np.float64]
+
+
+class Refusal(Struct, frozen=True):
+    """Why there is no fit."""
+
+    reason: str
+
+
+def fit(points: Sequence[Point], prior: Line | None = None) -> Line | Refusal:
+    """The best line through `points`; a slope that they cannot tell is the prior's (0 without one), and flagged so."""
+    usable = [point for point in points if np.isfinite(point.seconds) and point.seconds > 0]
+    if len(usable) < MIN_POINTS:
+        return Refusal(f"{len(usable)} of at least {MIN_POINTS} different (B, b) were measured")
+    seconds = np.array([point.seconds for point in usable])
+    infer = np.array([float(point.infer) for point in usable])
+    tells_infer = len({point.infer for point in usable}) > 1
+    tells_train = len({point.train for point in usable}) > 1
+    prior = prior or Line(0.0)
+    term = _choose_term(usable, tells_infer) if tells_train else prior.term
+    train = np.array([term(point.train) for point in usable])
+    if tells_infer and tells_train and _collinear(infer, train):
+        tells_train = False
+    known = np.zeros_like(seconds)
+    if not tells_infer:
+        known = known + prior.per_sequence_s * infer
+    if not tells_train:
+        known = known + prior.per_train_s * train
+    columns = [column for column, told in ((infer, tells_infer), (train, tells_train)) if told]
+    base, slopes = _best_subset(seconds - known, columns)
+    line = Line(
+        base_s=base,
+        per_sequence_s=slopes.pop(0) if tells_infer else prior.per_sequence_s,
+        per_train_s=slopes.pop(0) if tells_train else prior.per_train_s,
+        term=term,
+        n=len(usable),
+        sequence_identified=tells_infer,
+        train_identified=tells_train,
+    )
+    return _judge(line, usable, seconds)
+
+
+def _judge(line: Line, points: Sequence[Point], seconds: Matrix) -> Line | Refusal:
+    """With its R2; refused if it explains little of a real variation, or is not a duration at all."""
+    predicted = np.array([line.predict(point.train, point.infer) for point in points])
+    variation = float(((seconds - seconds.mean()) ** 2).sum())
+    r2 = 1 - float(((seconds - predicted) ** 2).sum()) / variation if variation > 0 else 1.0
+    if not np.isfinite(predicted).all() or predicted.min() <= 0:
+        return Refusal(f"the fit predicts {predicted.min():.4g} s")
+    if r2 < MIN_R2 and seconds.std() > FLAT * seconds.mean():
+        return Refusal(f"R2 is {r2:.2f}, at least {MIN_R2} is needed")
+    return Line(
+        line.base_s,
+        line.per_sequence_s,
+        line.per_train_s,
+        line.term,
+        r2,
+        line.n,
+        line.sequence_identified,
+        line.train_identified,
+    )
+
+
+def _choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
+    """The f(B) with the least leave-one-out error, by non-negative least squares; ties go to the simplest."""
+    left_out = sorted(points, key=lambda point: (-point.count, point.train, point.infer))[:MAX_LEFT_OUT]
+    seconds = np.array([point.seconds for point in points])
+    errors: list[float] = []
+    for term in TERMS:
+        rows = np.array([_row(term, point, tells_infer) for point in points])
+        total = 0.0
+        for point in left_out:
+            others = np.array([other is not point for other in points])
+            coefficients, _ = nnls(rows[others], seconds[others])
+            total += abs(float(np.array(_row(term, point, tells_infer)) @ coefficients) - point.seconds)
+        errors.append(total)
+    best = min(errors)
+    return next(term for term, error in zip(TERMS, errors, strict=True) if error <= best * 1.001 + 1e-12)
+
+
+def _row(term: Term, point: Point, tells_infer: bool) -> list[float]:
+    return [1.0, term(point.train), *([float(point.infer)] if tells_infer else [])]
+
+
+def _best_subset(seconds: Matrix, columns: Sequence[Matrix]) -> tuple[float, list[float]]:
+    """(base, slope of each column): of all subsets of columns, the best fit whose slopes are not negative."""
+    best: tuple[float, float, list[float]] | None = None
+    for used in itertools.product((True, False), repeat=len(columns)):
+        chosen = [column for column, use in zip(columns, used, strict=True) if use]
+        matrix = np.column_stack([np.ones_like(seconds), *chosen])
+        coefficients = _robust(seconds, matrix)
+        if (coefficients[1:] < 0).any():
+            continue
+        error = float(np.abs(seconds - matrix @ coefficients).mean()) * (1 + 1e-3 * len(chosen))
+        slopes = iter(coefficients[1:])
+        spread = [float(next(slopes)) if use else 0.0 for use in used]
+        if best is None or error < best[0]:
+            best = (error, float(coefficients[0]), spread)
+    assert best is not None, "the subset without columns has no slope that could be negative"
+    return best[1], best[2]
+
+
+def _robust(seconds: Matrix, matrix: Matrix) -> Matrix:
+    plain: Matrix = np.asarray(np.linalg.lstsq(matrix, seconds, rcond=None)[0], dtype=np.float64)
+    residual = np.abs(seconds - matrix @ plain)
+    if len(seconds) <= matrix.shape[1] + 1 or np.median(residual) <= 1e-6 * np.abs(seconds).max():
+        return plain
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        robust: Matrix = np.asarray(sm.RLM(seconds, matrix, M=sm.robust.norms.HuberT()).fit().params)
+    return robust if np.isfinite(robust).all() else plain
+
+
+def _collinear(first: Matrix, second: Matrix) -> bool:
+    return int(np.linalg.matrix_rank(np.column_stack([np.ones_like(first), first, second]))) < 3

@@ -1,0 +1,175 @@
+"""The coordinator: makes a job's clients Combined, fits their latencies, sends batch sizes that keep the SLO."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from redis.asyncio import Redis
+
+from collm_common import latency, messages, streams
+from collm_common.broker import AWAY
+from collm_common.clock import Clock
+from collm_common.errors import MessageError
+from collm_common.latency import LatencyModel
+from collm_common.lease import Lease
+from collm_common.messages import Configure, InferenceReport, JobChanged, StateChanged, TrainReport, UpdateUploaded
+from collm_common.registry import Registry
+from collm_common.streams import Entry, Tail
+from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
+from collm_coordinator.latency_fit import Refusal
+from collm_coordinator.replica_model import ReplicaModel
+from collm_coordinator.settings import CoordinatorSettings
+from collm_coordinator.solver import Choice, Demand, Learning, first_draw, solve
+
+log = logging.getLogger(__name__)
+
+BATCH = 500
+CONTROL_MAXLEN = 1000
+
+
+class Coordinator:
+    """One leads, others wait. What it knows is measured again within seconds after a restart."""
+
+    def __init__(self, settings: CoordinatorSettings, redis: Redis, clock: Clock) -> None:
+        self.settings, self.redis, self.clock, self.keys = settings, redis, clock, settings.keys
+        self.stop = asyncio.Event()
+        self.models: dict[str, ReplicaModel] = {}
+        self._lease = Lease(redis, self.keys, "coordinator", uuid.uuid4().hex[:8], settings.lease_ttl_s)
+        self._registry = Registry(redis, self.keys)
+        self._tail: Tail | None = None
+
+    async def run(self) -> None:
+        """Until `stop`. A broker that is away costs only the time it lasts."""
+        next_fit_s = self.clock.monotonic()
+        while not self.stop.is_set():
+            try:
+                if not await self._lead():
+                    await self.clock.sleep(self.settings.lease_ttl_s / 3)
+                    continue
+                assert self._tail is not None
+                for entry in await self._tail.read(BATCH, min(1.0, self.settings.lease_ttl_s / 3)):
+                    await self._hear(entry)
+                if self.clock.monotonic() >= next_fit_s:
+                    next_fit_s = self.clock.monotonic() + self.settings.fit_s
+                    await self._look_around()
+            except AWAY as error:
+                log.warning("broker away: %s", error)
+                await self.clock.sleep(0.5)
+        await self._lease.release()
+
+    async def _lead(self) -> bool:
+        if await self._lease.hold() is None:
+            self._tail = None
+            return False
+        if self._tail is None:
+            log.info("leading")
+            self._tail = Tail(self.redis, self.keys.events, self.keys.telemetry)
+            await self._tail.start()
+            await self._join_waiting()
+        return True
+
+    async def _hear(self, entry: Entry) -> None:
+        try:
+            message = messages.decode(entry.data)
+        except MessageError as error:
+            log.error("skipping entry %s of %s: %s", entry.entry_id, entry.key, error)
+            return
+        match message:
+            case InferenceReport():
+                self._model(message.replica).observe_inference(message)
+            case TrainReport():
+                self._model(message.replica).observe_training(message)
+            case JobChanged(status="forming"):
+                await self._join(message.job)
+            case UpdateUploaded():
+                await self._refit((await self._registry.replicas()).get(message.replica))
+            case StateChanged(before=ReplicaState.COMBINED):
+                await self._restore(message.replica, f"{message.after}: {message.reason}")
+
+    def _model(self, replica: str) -> ReplicaModel:
+        return self.models.setdefault(replica, ReplicaModel())
+
+    # --- jobs
+
+    async def _join_waiting(self) -> None:
+        """Jobs that began to form while nobody led."""
+        for name in await self.redis.smembers(self.keys.jobs):
+            await self._join(name.decode())
+
+    async def _join(self, job: str) -> None:
+        status, clients = await self.redis.hmget(self.keys.job(job), ["status", "clients"])
+        if status != b"forming" or not clients:
+            return
+        replicas = await self._registry.replicas()
+        for id_ in clients.decode().split(","):
+            info = replicas.get(id_)
+            if info is None or info.state is not ReplicaState.IDLE:
+                continue
+            sizes = self._first_sizes(job, info)
+            await self._configure(id_, sizes, f"first sizes for job {job}")
+            now = self.clock.now()
+            await self._registry.transition(id_, ReplicaState.IDLE, ReplicaState.COMBINED, f"job {job} starts", now)
+
+    def _first_sizes(self, job: str, info: ReplicaInfo) -> BatchSizes:
+        settings = self.settings
+        drawn = first_draw(f"{settings.seed} {job} {info.id}", settings.first_train_max, info.infer_batch_max)
+        model = self._model(info.id)
+        model.first_batch = drawn.train
+        return drawn
+
+    # --- fits
+
+    async def _look_around(self) -> None:
+        """Fit whoever has new samples; forget replicas that are gone."""
+        replicas = await self._registry.replicas()
+        for id_ in [id_ for id_ in self.models if id_ not in replicas]:
+            del self.models[id_]
+        for info in replicas.values():
+            if info.alive and info.id in self.models:
+                await self._refit(info)
+
+    async def _refit(self, info: ReplicaInfo | None) -> None:
+        if info is None:
+            return
+        model = self._model(info.id)
+        combined = info.state is ReplicaState.COMBINED
+        refusal = model.refit(combined)
+        if isinstance(refusal, Refusal):
+            log.debug("%s: no new fit: %s", info.id, refusal.reason)
+            return
+        if model.latency is None:
+            return
+        await latency.save(self.redis, self.keys, info.id, model.latency)
+        if combined and model.latency.train is not None:
+            await self._choose(info, model, model.latency)
+
+    async def _choose(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel) -> None:
+        choice = self.choice(info, model, fitted)
+        known = await latency.load_sizes(self.redis, self.keys, info.id)
+        if known != choice.sizes:
+            reason = f"goodput {choice.goodput:.3g} samples/s" if choice.feasible else "nothing keeps the SLO"
+            await self._configure(info.id, choice.sizes, reason)
+
+    def choice(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel) -> Choice:
+        """The solver's answer for what is known of a replica."""
+        demand = Demand(self.settings.slo, model.prompt_tokens, model.queue_s)
+        learning = Learning(max(1, model.first_batch), self.settings.accumulation, model.noise_scale)
+        batches = range(1, self.settings.max_train_batch + 1)
+        floor = max(1, round(self.settings.min_infer_share * info.infer_batch_max))
+        return solve(fitted, batches, info.infer_batch_max, demand, learning, floor)
+
+    # --- configurations
+
+    async def _restore(self, replica: str, reason: str) -> None:
+        info = (await self._registry.replicas()).get(replica)
+        if info is not None and info.state is not ReplicaState.COMBINED:
+            await self._configure(replica, BatchSizes(0, info.infer_batch_max), reason)
+
+    async def _configure(self, replica: str, sizes: BatchSizes, reason: str) -> None:
+        log.info("%s: B = %d, b = %d: %s", replica, sizes.train, sizes.infer, reason)
+        await latency.save_sizes(self.redis, self.keys, replica, sizes, reason)
+        command = Configure(sizes=sizes)
+        key, kind, data = self.keys.control(replica), messages.kind(command), messages.encode(command)
+        await streams.append(self.redis, key, kind, "coordinator", data, maxlen=CONTROL_MAXLEN)
