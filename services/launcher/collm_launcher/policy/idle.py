@@ -132,8 +132,10 @@ def _falls(
 ) -> list[Move]:
     if not ripe:
         return []
-    u_switch = max(rules.floor, quantile([u for u, _ in ripe.values()], rules.alpha))
-    b_quantile = quantile([b for _, b in ripe.values()], rules.alpha)
+    # Alone, a replica is always at its own quantile: then the floors decide.
+    peers = [*ripe.values()] if len(ripe) > 1 else [(0.0, 0.0)]
+    u_switch = max(rules.floor, quantile([u for u, _ in peers], rules.alpha))
+    b_quantile = quantile([b for _, b in peers], rules.alpha)
     low: list[tuple[float, str, str]] = []
     for id_, (u, b) in ripe.items():
         b_switch = max(rules.floor * loads[id_].capacity, b_quantile)

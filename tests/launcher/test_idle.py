@@ -1,0 +1,172 @@
+"""Who falls Idle and who returns: thresholds, floors, the guard, and the windows behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from collm_common.messages import InferenceReport
+from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
+from collm_launcher.loads import Loads
+from collm_launcher.policy.idle import IdleRules, Load, burstiness, capacity, decide, ewma, quantile, stretch
+
+SERVING, IDLE, COMBINED = ReplicaState.SERVING, ReplicaState.IDLE, ReplicaState.COMBINED
+RULES = IdleRules(window=3, return_ticks=2, alpha=0.25, decay=0.5, headroom=0.25)
+POISSON = 1.0
+
+
+def load(samples: Sequence[tuple[float, float]], state: ReplicaState = SERVING, b: float = 8) -> Load:
+    return Load(state, b, b / 2, list(samples))
+
+
+def steady(utilisation: float, batch: float, state: ReplicaState = SERVING, ticks: int = 3) -> Load:
+    return load([(utilisation, batch)] * ticks, state)
+
+
+def falls(loads: dict[str, Load], start_from: int | None = None, rules: IdleRules = RULES) -> list[str]:
+    return [move.replica for move in decide(loads, rules, POISSON, start_from) if move.after is IDLE]
+
+
+def test_newer_samples_weigh_more_and_the_weights_sum_to_one() -> None:
+    """Weights that run from the wrong end, or that are not normalised."""
+    assert ewma([0.4, 0.4, 0.4], 0.7) == pytest.approx(0.4)
+    assert ewma([0, 1], 0.7) == pytest.approx(1 / (1 + math.exp(-0.7)))
+    assert ewma([1, 0], 0.7) < 0.5 < ewma([0, 1], 0.7)
+    assert ewma([1, 3], 0.0) == pytest.approx(2)
+
+
+def test_a_quantile_interpolates_between_the_extremes() -> None:
+    """A threshold that is off by one replica."""
+    assert [quantile([3, 1, 2], alpha) for alpha in (0, 0.25, 0.5, 1)] == [1, 1.5, 2, 3]
+    assert quantile([7], 0.3) == 7
+
+
+def test_volatile_arrivals_stretch_the_windows_within_bounds() -> None:
+    """A window that shrinks to nothing, grows for ever, or ignores bursts."""
+    assert burstiness([]) == burstiness([0, 0, 0]) == 1
+    assert burstiness([5, 5, 5]) == 0
+    assert burstiness([0, 0, 30]) > 3
+    assert [stretch(10, volatility) for volatility in (0, 1, 3, 100)] == [5, 10, 20, 40]
+    assert stretch(1, 0) == 1
+
+
+def test_a_lightly_loaded_replica_falls_idle_with_the_numbers_in_its_reason() -> None:
+    """A replica that never falls idle because its load is equal to the threshold, or one that does while it works."""
+    loads = {"busy": steady(0.8, 3), "light": steady(0.25, 2)}
+    moves = decide(loads, RULES, POISSON, None)
+    assert [(move.replica, move.before, move.after) for move in moves] == [("light", SERVING, IDLE)]
+    assert "0.25" in moves[0].reason
+    assert "2.00" in moves[0].reason
+
+
+@pytest.mark.parametrize(("utilisation", "batch"), [(0.1, 4.0), (0.6, 0.5)])
+def test_both_utilisation_and_batch_must_be_low(utilisation: float, batch: float) -> None:
+    """A replica full of long requests that looks idle by one of the two figures alone."""
+    busy = [steady(0.5, 2.5) for _ in range(3)]
+    assert "odd" not in falls({"odd": steady(utilisation, batch), **{f"b{i}": one for i, one in enumerate(busy)}})
+
+
+def test_a_busy_replica_does_not_fall_idle_for_being_the_only_one_known() -> None:
+    """A quantile of one, which everything is at."""
+    loads = {"busy": steady(0.8, 4), "new": steady(0, 0, ticks=0), "idle": steady(0, 0, IDLE)}
+    assert falls(loads) == []
+
+
+def test_nothing_is_decided_before_a_window_is_full() -> None:
+    """A replica that has just started and has seen no traffic yet."""
+    loads = {"new": steady(0, 0, ticks=2), "busy": steady(0.8, 5)}
+    assert falls(loads) == []
+    loads["new"].observe(0, 0, keep=12)
+    assert falls(loads) == ["new"]
+    assert decide(loads, RULES, 3.0, None) == [], "bursty traffic asks for a longer window"
+
+
+def test_the_guard_keeps_enough_to_carry_the_demand() -> None:
+    """All replicas falling idle together, or so many that the rest is overloaded."""
+    quiet = {f"r{i}": steady(0, 0) for i in range(3)}
+    assert len(falls(quiet)) == 2, "one always stays"
+    light = {f"r{i}": steady(0.2, 2) for i in range(4)}
+    assert len(falls(light)) == 2, "8 sequences with a quarter to spare need two replicas of 8"
+
+
+def test_when_enough_fall_idle_for_a_job_they_all_may() -> None:
+    """Three of three replicas that never train because somebody must serve, though Combined ones do."""
+    light = {f"r{i}": steady(0.2, 2) for i in range(3)}
+    assert len(falls(light, start_from=None)) == 2
+    assert len(falls(light, start_from=3)) == 3
+    heavy = {f"r{i}": load([(0.2, 2)] * 3, b=2) for i in range(3)}
+    assert falls(heavy, start_from=3) == [], "beside training they could not carry it"
+
+
+def test_capacity_counts_every_state_as_what_it_serves() -> None:
+    """Combined replicas taken for full ones."""
+    loads = {"s": load([]), "i": load([], IDLE), "c": load([], COMBINED)}
+    assert capacity(loads, ["i"], trains=False) == 8 + 4
+    assert capacity(loads, ["i"], trains=True) == 8 + 4 + 4
+
+
+def test_an_unchosen_replica_returns_and_is_judged_anew() -> None:
+    """A replica that stays Idle for ever, or flaps because its old samples are still there."""
+    loads = {"r1": steady(0, 0, IDLE), "r2": steady(0.8, 4)}
+    assert decide(loads, RULES, POISSON, None) == []
+    assert decide(loads, RULES, POISSON, None) == []
+    (move,) = decide(loads, RULES, POISSON, None)
+    assert (move.replica, move.before, move.after) == ("r1", IDLE, SERVING)
+    loads["r1"].become(SERVING)
+    assert loads["r1"].samples == []
+    assert loads["r1"].idle_ticks == 0
+    assert falls(loads) == []
+
+
+def report(replica: str, utilisation: float, batch: float, finished: int = 0) -> InferenceReport:
+    return InferenceReport(
+        replica=replica,
+        state=SERVING,
+        time_s=0,
+        utilisation=utilisation,
+        memory_bytes=0,
+        queue=0,
+        running=0,
+        mean_batch=batch,
+        limit=8,
+        train_batch=0,
+        finished=finished,
+    )
+
+
+def info(replica: str, **changes: object) -> ReplicaInfo:
+    base = ReplicaInfo(replica, "m", "i", SERVING, ready=True, infer_batch_max=8, context_tokens=64)
+    return msgspec.structs.replace(base, **changes)
+
+
+def test_reports_of_one_tick_make_one_sample() -> None:
+    """A window in seconds of telemetry instead of ticks, or one that counts silence as idleness."""
+    loads = Loads(IdleRules(window=2, headroom=0), 0.5)
+    replicas = {"r1": info("r1"), "r2": info("r2"), "dead": info("dead", alive=False)}
+    for _ in range(2):
+        for utilisation in (0.0, 0.2):
+            loads.hear(report("r1", utilisation, 1))
+        loads.hear(report("r2", 0.9, 4, finished=3))
+        loads.hear(report("dead", 0, 0))
+        loads.tick(replicas, {})
+    (move,) = loads.moves("m", replicas, None)
+    assert move.replica == "r1"
+    assert "0.10" in move.reason
+    loads.tick({}, {})
+    assert loads.moves("m", {}, None) == []
+
+
+def test_a_combined_replica_counts_with_what_the_coordinator_gave_it() -> None:
+    """A guard that believes an estimate when the truth is known."""
+    combined = {f"c{i}": info(f"c{i}", state=COMBINED) for i in range(3)}
+    replicas = {"light": info("light"), **combined}
+    for infer, falling in ((8, ["light"]), (1, [])):
+        loads = Loads(IdleRules(window=2, headroom=0.25), 0.5)
+        for _ in range(2):
+            for id_ in replicas:
+                loads.hear(report(id_, 0.1, 1))
+            loads.tick(replicas, {id_: BatchSizes(1, infer) for id_ in combined})
+        assert [move.replica for move in loads.moves("m", replicas, None)] == falling

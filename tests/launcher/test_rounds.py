@@ -1,0 +1,451 @@
+"""Federated rounds: whatever happens to clients, server or candidate, a round ends and the job goes on or ends."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collm_common.messages import (
+    Aggregate,
+    Aggregated,
+    Evaluate,
+    Evaluated,
+    JobChanged,
+    LoadAdapter,
+    StateChanged,
+    StopTraining,
+    TaskFailed,
+    TrainRound,
+    UpdateUploaded,
+)
+from collm_common.types import BatchSizes, Quality, ReplicaInfo, ReplicaState
+from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Rules, Score, Send
+from collm_launcher.policy.rounds import choose, compare, on_event, on_tick, start
+
+RULES = Rules(rounds=2, steps=8, patience=0)
+IDS = ("r1", "r2", "r3")
+
+
+def info(id_: str, **changes: object) -> ReplicaInfo:
+    base = ReplicaInfo(id_, "m", "i", ReplicaState.IDLE, ready=True, infer_batch_max=8, context_tokens=64)
+    return msgspec.structs.replace(base, **changes)
+
+
+class Driver:
+    """Feeds a job by its own actions' meaning, and stores and restores it between any two events."""
+
+    def __init__(self, rules: Rules = RULES, version: int = 0, qualities: tuple[float, ...] = (1.0, 2.0, 1.5)) -> None:
+        members = [info(id_, quality=q) for id_, q in zip(IDS, qualities, strict=True)]
+        self.now = 0.0
+        self.job, self.actions = start("j", self.now, members, "desk", version, version + 1, rules, seed=7)
+        self.usable = set(IDS)
+
+    def event(self, event: object) -> list[Action]:
+        self.job = msgspec.msgpack.decode(msgspec.msgpack.encode(self.job), type=Job)
+        self.actions = on_event(self.job, self.now, event)
+        return self.actions
+
+    def tick(self, seconds: float = 0.0) -> list[Action]:
+        self.now += seconds
+        self.job = msgspec.msgpack.decode(msgspec.msgpack.encode(self.job), type=Job)
+        self.actions = on_tick(self.job, self.now, self.usable)
+        return self.actions
+
+    def join(self) -> None:
+        for id_ in IDS:
+            self.state(id_, ReplicaState.IDLE, ReplicaState.COMBINED)
+
+    def state(self, id_: str, before: ReplicaState, after: ReplicaState) -> list[Action]:
+        return self.event(StateChanged(replica=id_, before=before, after=after, reason="x", time_s=self.now))
+
+    def upload(self, id_: str, loss: float = 2.0, samples: int = 32) -> list[Action]:
+        return self.event(
+            UpdateUploaded(
+                job="j", round=self.job.round, replica=id_, samples=samples, loss=loss, loss_last=loss, time_s=0.0
+            )
+        )
+
+    def measure(self, id_: str, version: int, loss: float, tokens: int = 10) -> list[Action]:
+        quality = Quality(loss, tokens)
+        return self.event(
+            Evaluated(job="j", round=1, replica=id_, adapter="desk", version=version, quality=quality, time_s=0.0)
+        )
+
+    def aggregated(self) -> list[Action]:
+        version = self.job.candidate
+        return self.event(
+            Aggregated(job="j", round=self.job.round, adapter="desk", version=version, residual=0.1, time_s=0.0)
+        )
+
+    def fail(self, id_: str, task: str) -> list[Action]:
+        return self.event(
+            TaskFailed(job="j", round=self.job.round, replica=id_, task=task, reason="no", time_s=self.now)
+        )
+
+    def round(self, after: float, loss: float = 2.0, before: float | None = None) -> list[Action]:
+        for id_ in self.job.clients:
+            if before is not None:
+                self.measure(id_, self.job.version, before)
+            self.upload(id_, loss)
+        self.aggregated()
+        for id_ in list(self.job.clients):
+            self.measure(id_, self.job.candidate, after)
+        return self.actions
+
+
+def sent(actions: list[Action], type_: type) -> dict[str, object]:
+    return {
+        action.replica: action.command
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.command, type_)
+    }
+
+
+def of(actions: list[Action], type_: type) -> list[Action]:
+    return [action for action in actions if isinstance(action, type_)]
+
+
+def test_three_idle_replicas_on_the_same_weights_are_needed_to_start() -> None:
+    """A job over replicas of different bases, busy ones, or too few."""
+    idle = [info(f"r{n}") for n in range(3)]
+    assert [one.id for one in choose(idle, 3)] == ["r0", "r1", "r2"]
+    assert choose(idle[:2], 3) == []
+    for change in (
+        {"base_digest": "x"},
+        {"ready": False},
+        {"alive": False},
+        {"job": "k"},
+        {"state": ReplicaState.SERVING},
+    ):
+        assert choose([*idle[:2], info("r2", **change)], 3) == []
+
+
+def test_the_best_replica_serves_and_ties_go_by_id() -> None:
+    """A server that two launchers would choose differently."""
+    assert Driver(qualities=(1.0, 2.0, 1.5)).job.server == "r2"
+    assert Driver(qualities=(1.0, 1.0, 1.0)).job.server == "r1"
+
+
+def test_a_whole_job_of_two_rounds() -> None:
+    """The order of a round: train, aggregate, measure, publish; the next one starts from what was accepted."""
+    driver = Driver()
+    driver.job.sizes = {"r1": BatchSizes(4, 2)}
+    driver.join()
+    assert driver.job.phase is Phase.TRAINING
+    assert set(sent(driver.actions, Evaluate)) == set(IDS)
+    commands = sent(driver.actions, TrainRound)
+    assert set(commands) == set(IDS)
+    first = commands["r1"]
+    assert isinstance(first, TrainRound)
+    assert (first.start, first.first_step, first.total_steps, first.sizes, first.seed) == (
+        0,
+        0,
+        16,
+        BatchSizes(4, 2),
+        7,
+    )
+    for id_ in IDS:
+        driver.measure(id_, 0, 3.0)
+        driver.upload(id_)
+    (server, command), *rest = sent(driver.actions, Aggregate).items()
+    assert (server, rest) == ("r2", [])
+    assert isinstance(command, Aggregate)
+    assert (command.version, command.parent, command.clients) == (1, 0, IDS)
+    driver.aggregated()
+    assert of(driver.actions, Clean) == [Clean(1, IDS)]
+    assert set(sent(driver.actions, Evaluate)) == set(IDS)
+    for id_ in IDS:
+        driver.measure(id_, 1, 2.0)
+    assert of(driver.actions, Publish) == [Publish(1, 3.0, 2.0)]
+    second = sent(driver.actions, TrainRound)["r3"]
+    assert isinstance(second, TrainRound)
+    assert (second.round, second.start, second.first_step) == (2, 1, 8)
+    assert sent(driver.actions, Evaluate) == {}
+    driver.round(after=1.5)
+    assert of(driver.actions, Publish) == [Publish(2, 2.0, 1.5)]
+    assert {action.replica for action in driver.actions if isinstance(action, Return)} == set(IDS)
+    assert (driver.job.phase, driver.job.accepted) == (Phase.DONE, 2)
+    assert driver.event(None) == driver.tick(1e9) == []
+
+
+def test_a_worse_candidate_is_not_published_and_the_next_round_starts_from_the_last_good_one() -> None:
+    """A round that makes answers worse, and is served."""
+    driver = Driver(Rules(rounds=5, patience=0, max_rejected=2), version=4)
+    driver.join()
+    driver.round(before=2.0, after=2.5)
+    assert of(driver.actions, Publish) == []
+    assert sent(driver.actions, LoadAdapter) == {id_: LoadAdapter(name="desk", version=4) for id_ in IDS}
+    again = sent(driver.actions, TrainRound)["r1"]
+    assert isinstance(again, TrainRound)
+    assert again.start == 4
+    driver.round(after=2.2)
+    assert driver.job.phase is Phase.DONE
+    assert driver.job.next_version == 7
+
+
+def test_equal_is_not_worse() -> None:
+    """A gate that rejects a round which changed nothing measurable."""
+    driver = Driver()
+    driver.join()
+    driver.round(before=2.0, after=2.0)
+    assert driver.job.accepted == 1
+
+
+def test_the_gate_weighs_tokens_of_clients_that_measured_both() -> None:
+    """A mean over different clients before and after, or one that counts a short set as much as a long one."""
+    before = {"a": Quality(1.0, 10), "b": Quality(2.0, 30), "c": Quality(9.0, 99)}
+    after = {"a": Quality(2.0, 10), "b": Quality(1.0, 30), "d": Quality(0.1, 99)}
+    assert list(compare(before, after)) == pytest.approx([1.75, 1.25])
+    assert compare({}, after) == (None, None)
+
+
+def test_a_client_that_dies_costs_its_update_and_not_the_round() -> None:
+    """A round that waits for a dead client, or aggregates what it left."""
+    driver = Driver()
+    driver.join()
+    driver.upload("r1")
+    driver.upload("r3")
+    driver.usable.discard("r2")
+    driver.tick()
+    command = sent(driver.actions, Aggregate)["r3"]
+    assert isinstance(command, Aggregate)
+    assert command.clients == ("r1", "r3")
+
+
+def test_a_recalled_client_leaves_and_its_server_role_moves() -> None:
+    """Requests that need the replica, held up by a job that does not let go."""
+    driver = Driver()
+    driver.join()
+    driver.state("r2", ReplicaState.COMBINED, ReplicaState.SERVING)
+    assert set(driver.job.clients) == {"r1", "r3"}
+    assert driver.job.server == "r3"
+    assert isinstance(sent(driver.actions, StopTraining)["r2"], StopTraining)
+
+
+def test_a_server_that_dies_or_fails_while_it_aggregates_is_replaced() -> None:
+    """Updates that are lost because one replica of three is gone."""
+    driver = Driver()
+    driver.join()
+    for id_ in IDS:
+        driver.upload(id_)
+    driver.fail("r2", "aggregate")
+    assert set(sent(driver.actions, Aggregate)) == {"r3"}
+    driver.usable.discard("r3")
+    driver.tick()
+    assert set(sent(driver.actions, Aggregate)) == {"r1"} or set(sent(driver.actions, Aggregate)) == {"r2"}
+
+
+def test_nobody_who_can_aggregate_discards_the_round() -> None:
+    """An aggregation that is tried for ever."""
+    driver = Driver(Rules(rounds=5, max_rejected=1))
+    driver.join()
+    for id_ in IDS:
+        driver.upload(id_)
+    for _ in range(3):
+        driver.fail(driver.job.server, "aggregate")
+    assert driver.job.phase is Phase.DONE
+    assert of(driver.actions, Clean)
+
+
+def test_stragglers_are_left_behind_at_the_deadline_if_there_is_a_quorum() -> None:
+    """One slow client that holds up all others."""
+    driver = Driver()
+    driver.join()
+    driver.upload("r1")
+    driver.upload("r2")
+    assert driver.tick(driver.job.rules.train_s - 1) == []
+    driver.tick(1)
+    assert driver.job.phase is Phase.AGGREGATING
+    assert set(sent(driver.actions, StopTraining)) == {"r3"}
+    driver.aggregated()
+    assert set(sent(driver.actions, Evaluate)) == set(IDS)
+
+
+def test_a_round_below_the_quorum_is_discarded_and_too_many_end_the_job() -> None:
+    """An average of one client's weights that is called federated, or rounds that fail for ever."""
+    driver = Driver(Rules(rounds=9, max_rejected=2))
+    driver.join()
+    driver.upload("r1")
+    driver.tick(driver.job.rules.train_s)
+    assert (driver.job.phase, driver.job.round, driver.job.rejected) == (Phase.TRAINING, 2, 1)
+    assert of(driver.actions, Clean) == [Clean(1, IDS)]
+    driver.tick(driver.job.rules.train_s)
+    assert driver.job.phase is Phase.DONE
+    assert len(of(driver.actions, Return)) == 3
+
+
+def test_failed_clients_are_not_waited_for() -> None:
+    """A deadline that is sat out though everybody knows that the update will not come."""
+    driver = Driver()
+    driver.join()
+    driver.fail("r3", "train_round")
+    driver.upload("r1")
+    driver.upload("r2")
+    assert driver.job.phase is Phase.AGGREGATING
+    driver.aggregated()
+    driver.fail("r3", "evaluate")
+    driver.measure("r1", 0, 3.0)
+    driver.measure("r1", 1, 2.0)
+    driver.measure("r2", 1, 2.0)
+    assert driver.job.accepted == 1
+
+
+def test_a_candidate_that_nobody_measured_in_time_is_rejected() -> None:
+    """A version published blindly."""
+    driver = Driver(Rules(rounds=1))
+    driver.join()
+    for id_ in IDS:
+        driver.upload(id_)
+    driver.aggregated()
+    driver.tick(driver.job.rules.evaluate_s)
+    assert of(driver.actions, Publish) == []
+    assert driver.job.phase is Phase.DONE
+
+
+def test_replicas_that_do_not_join_let_the_job_go() -> None:
+    """Idle replicas held by a job that never begins."""
+    driver = Driver()
+    driver.state("r1", ReplicaState.IDLE, ReplicaState.COMBINED)
+    driver.tick(driver.job.rules.form_s)
+    assert driver.job.phase is Phase.FAILED
+    assert {(a.replica, a.before) for a in driver.actions if isinstance(a, Return)} == {
+        ("r1", ReplicaState.COMBINED),
+        ("r2", ReplicaState.IDLE),
+        ("r3", ReplicaState.IDLE),
+    }
+
+
+def test_enough_that_joined_begin_without_the_late_one() -> None:
+    """A fourth replica whose absence stops three."""
+    driver = Driver(Rules(min_clients=2))
+    for id_ in ("r1", "r2"):
+        driver.state(id_, ReplicaState.IDLE, ReplicaState.COMBINED)
+    driver.tick(driver.job.rules.form_s)
+    assert set(sent(driver.actions, TrainRound)) == {"r1", "r2"}
+    assert [a for a in driver.actions if isinstance(a, Return)] == [
+        Return("r3", ReplicaState.IDLE, "did not join in time")
+    ]
+
+
+def test_the_last_client_that_leaves_ends_the_job() -> None:
+    """A job without anyone in it that stays open."""
+    driver = Driver()
+    driver.usable.clear()
+    driver.tick()
+    assert driver.job.phase is Phase.FAILED
+
+
+def test_a_lost_client_before_training_lets_enough_others_begin() -> None:
+    """A job that waits to the deadline for one who is known to be gone, or that begins with too few."""
+    for min_clients, phase in ((2, Phase.TRAINING), (3, Phase.FAILED)):
+        driver = Driver(Rules(min_clients=min_clients))
+        for id_ in ("r1", "r2"):
+            driver.state(id_, ReplicaState.IDLE, ReplicaState.COMBINED)
+        driver.state("r3", ReplicaState.IDLE, ReplicaState.SERVING)
+        assert driver.job.phase is phase
+
+
+def test_news_of_how_a_client_became_idle_is_no_recall() -> None:
+    """A job that loses its clients to the event that made them eligible."""
+    driver = Driver()
+    driver.state("r1", ReplicaState.SERVING, ReplicaState.IDLE)
+    assert set(driver.job.clients) == set(IDS)
+
+
+def test_a_start_that_cannot_be_measured_rejects_the_candidate() -> None:
+    """A comparison with nothing, or a crash on a set without tokens."""
+    driver = Driver(Rules(rounds=1))
+    driver.join()
+    for id_ in IDS:
+        driver.measure(id_, 0, 1.0, tokens=0)
+        driver.upload(id_)
+    driver.aggregated()
+    for id_ in IDS:
+        driver.measure(id_, 1, 1.0)
+    assert of(driver.actions, Forget) == [Forget(1)]
+    assert driver.job.phase is Phase.DONE
+
+
+def test_quality_follows_the_falling_loss_within_bounds() -> None:
+    """A score that rises when training gets worse, or that one odd loss makes useless."""
+    driver = Driver(Rules(rounds=9, patience=0), qualities=(1.0, 1.0, 1.0))
+    driver.join()
+    driver.round(before=4.0, after=3.0, loss=2.0)
+    assert {a.quality for a in driver.actions if isinstance(a, Score)} == {2.0}
+    driver.round(after=2.0, loss=4.0)
+    assert {a.quality for a in driver.actions if isinstance(a, Score)} == {1.0}
+    driver.round(after=1.0, loss=1e-6)
+    assert {a.quality for a in driver.actions if isinstance(a, Score)} == {10.0}
+
+
+def test_a_client_whose_loss_stays_leaves_and_the_rest_go_on_down_to_one() -> None:
+    """Early stop that never stops, or that ends the job for everyone."""
+    driver = Driver(Rules(rounds=9, patience=1, min_fall=0.01))
+    driver.join()
+    driver.round(before=9.0, after=3.0)
+    for id_ in IDS:
+        driver.upload(id_, loss=1.0 if id_ == "r1" else 2.0)
+    driver.aggregated()
+    for id_ in IDS:
+        driver.measure(id_, driver.job.candidate, 2.0)
+    assert set(driver.job.clients) == {"r1"}
+    assert driver.job.server == "r1"
+    assert {a.replica for a in driver.actions if isinstance(a, Return)} == {"r2", "r3"}
+    driver.upload("r1", loss=1.0)
+    assert set(sent(driver.actions, Aggregate)) == {"r1"}
+    driver.aggregated()
+    driver.measure("r1", driver.job.candidate, 1.0)
+    assert driver.job.phase is Phase.DONE
+
+
+def test_what_belongs_to_another_job_or_round_is_ignored() -> None:
+    """A late update of the round before that is averaged into this one."""
+    driver = Driver()
+    driver.join()
+    foreign = UpdateUploaded(job="k", round=1, replica="r1", samples=1, loss=1.0, loss_last=1.0, time_s=0.0)
+    late = UpdateUploaded(job="j", round=9, replica="r1", samples=1, loss=1.0, loss_last=1.0, time_s=0.0)
+    stranger = UpdateUploaded(job="j", round=1, replica="r9", samples=1, loss=1.0, loss_last=1.0, time_s=0.0)
+    assert driver.event(foreign) == driver.event(late) == driver.event(stranger) == []
+    assert driver.job.uploads == {}
+    assert driver.aggregated() == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObject) -> None:
+    """Any order of events, deaths, failures and silences that leaves a job hanging or a client held for ever."""
+    driver = Driver(Rules(rounds=3, patience=1))
+    held = set(IDS)
+    for _ in range(200):
+        if driver.job.ended:
+            break
+        what = data.draw(st.sampled_from(["join", "upload", "aggregated", "measure", "fail", "die", "recall", "wait"]))
+        id_ = data.draw(st.sampled_from(IDS))
+        match what:
+            case "join":
+                driver.state(id_, ReplicaState.IDLE, ReplicaState.COMBINED)
+            case "upload":
+                driver.upload(id_, data.draw(st.floats(0.1, 5)))
+            case "aggregated":
+                driver.aggregated()
+            case "measure":
+                driver.measure(id_, data.draw(st.sampled_from([driver.job.version, driver.job.candidate])), 1.0)
+            case "fail":
+                driver.fail(id_, data.draw(st.sampled_from(["train_round", "aggregate", "evaluate"])))
+            case "die":
+                driver.usable.discard(id_)
+                driver.tick()
+            case "recall":
+                driver.state(id_, ReplicaState.COMBINED, ReplicaState.SERVING)
+                held.discard(id_)
+            case "wait":
+                driver.tick(1000.0)
+        held -= {a.replica for a in driver.actions if isinstance(a, Return)}
+        held &= set(driver.job.clients) | ({a.replica for a in driver.actions if isinstance(a, Send)} & held)
+    for _ in range(40):
+        driver.tick(1000.0)
+    assert driver.job.ended
+    announced = [a.event for a in driver.actions if isinstance(a, Announce)]
+    assert all(isinstance(event, JobChanged) for event in announced)
