@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from collm_common.errors import AdapterError
 from collm_replica.finetune.aggregation import aggregate
 

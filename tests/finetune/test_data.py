@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+
 from collm_common.errors import DataError
 from collm_replica.finetune.records import MAX_ERRORS, Record, check_text, parse
 from collm_replica.finetune.samples import IGNORED, Sample, build, collate, draws, read_folder, tokenise
-
 from tests.support.models import EOS_ID, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

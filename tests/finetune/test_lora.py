@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from collm_replica.finetune.lora import Lora
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from collm_replica.finetune.lora import Lora
 from tests.support.models import FAMILIES, VOCAB, random_adapter, tiny_model_folder
 
 IDS = torch.arange(12)[None] % VOCAB

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from collm_replica.finetune.noise import MicroGradient, NoiseScale
 
 DIMENSIONS = 200

@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from collm_common.errors import AdapterError, DataError
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from collm_common.errors import AdapterError, DataError, ModelError
 from collm_common.messages import Hyperparams, TrainRound
 from collm_common.types import BatchSizes
 from collm_replica import weights
 from collm_replica.finetune.samples import collate
 from collm_replica.finetune.trainer import Trainer, learning_rate
 from collm_replica.models import skeleton
-from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from tests.support.models import EOS_ID, byte_tokenizer, random_adapter, tiny_model_folder
 
 HYPER = Hyperparams(rank=4, alpha=8.0, learning_rate=1e-2, max_tokens=200, heldout_samples=4, warmup_steps=1)
@@ -121,6 +121,29 @@ def test_evaluating_another_version_leaves_what_is_trained_as_it_is(trainer: Tra
     assert all(torch.equal(tensor, mine[name]) for name, tensor in trainer.tensors().items())
     assert trainer.evaluate() == own
     assert trainer.evaluate_stored(mine, HYPER).cross_entropy == pytest.approx(own.cross_entropy, abs=1e-5)
+
+
+def test_measuring_between_micro_steps_changes_nothing(trainer: Trainer, folder: Path) -> None:
+    """A pause or a snapshot within a step that costs the gradients gathered so far, or trains in eval mode."""
+    hyper = msgspec.structs.replace(HYPER, accumulation=3)
+    run(trainer, round_(steps=3, batch=2, hyper=hyper))
+    expected = trainer.tensors()
+    trainer.start_round(round_(steps=3, batch=2, hyper=hyper), None)
+    while not trainer.done:
+        trainer.micro_step()
+        trainer.evaluate()
+        for tensors in (None, random_adapter(folder, 4, 8.0)):
+            trainer.evaluate_stored(tensors, hyper)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.tensors().items())
+
+
+def test_a_measurement_at_another_rank_ends_what_is_being_trained(trainer: Trainer, folder: Path) -> None:
+    """An optimiser that goes on stepping parameters which the model no longer has."""
+    trainer.start_round(round_(), None)
+    trainer.micro_step()
+    trainer.evaluate_stored(random_adapter(folder, 6, 8.0), msgspec.structs.replace(HYPER, rank=6))
+    assert trainer.done
+    assert run(trainer, round_(steps=2))
 
 
 def test_accumulation_changes_nothing_but_memory(trainer: Trainer) -> None:
@@ -274,6 +297,14 @@ def test_training_that_diverged_is_an_error(trainer: Trainer, folder: Path) -> N
     trainer.start_round(round_(), wild)
     with pytest.raises(AdapterError, match="step 1 is not finite"):
         trainer.micro_step()
+
+
+def test_a_tokenizer_without_an_end_is_refused(folder: Path, fd: int) -> None:
+    """A TypeError at the start of a process, far from the model whose fault it is."""
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ModelError, match="no EOS"):
+        Trainer(weights.assemble(skeleton(folder, torch.float32), weights.attach(fd)[0]), endless)
 
 
 def test_the_heldout_data_are_needed_to_measure(folder: Path, fd: int) -> None:

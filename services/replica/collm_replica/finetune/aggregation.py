@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from collm_common.errors import AdapterError
 from msgspec import Struct
 
+from collm_common.errors import AdapterError
 from collm_replica.finetune.lora import fresh_a
 
 Tensors = Mapping[str, torch.Tensor]

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from collm_common.errors import AdapterError
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
+
+from collm_common.errors import AdapterError
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _DEFAULT = ".default."

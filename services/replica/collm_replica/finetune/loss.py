@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from collm_common.errors import DataError
-from collm_common.types import Quality
 from torch.nn.functional import cross_entropy
 
+from collm_common.errors import DataError
+from collm_common.types import Quality
 from collm_replica.finetune.samples import IGNORED, Batch, Sample, collate
 
 EVALUATION_BATCH = 4

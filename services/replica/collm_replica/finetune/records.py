@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from collm_common.errors import DataError
 from msgspec import Struct
+
+from collm_common.errors import DataError
 
 MAX_ERRORS = 10
 MAX_FIELD_CHARS = 200_000

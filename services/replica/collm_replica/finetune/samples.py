@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from collm_common.errors import DataError
 from jinja2 import TemplateError
 from msgspec import Struct
 from transformers import PreTrainedTokenizerBase
 
+from collm_common.errors import DataError
 from collm_replica.finetune.records import Record, parse
 
 IGNORED = -100

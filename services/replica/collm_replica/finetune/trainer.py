@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from collm_common.errors import AdapterError, DataError
-from collm_common.messages import Hyperparams, TrainRound
-from collm_common.types import Quality
 from msgspec import Struct
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collm_common.errors import AdapterError, DataError, ModelError
+from collm_common.messages import Hyperparams, TrainRound
+from collm_common.types import Quality
 from collm_replica.finetune.gradients import GradientSum, square
 from collm_replica.finetune.lora import Lora
 from collm_replica.finetune.loss import answer_loss, quality
@@ -46,6 +46,9 @@ class Trainer:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ModelError when the tokenizer has no EOS."""
+        if tokenizer.eos_token_id is None:
+            raise ModelError("the tokenizer has no EOS token: no answer that is learnt could end")
         self._base = model
         self._tokenizer = tokenizer
         self._device = next(model.parameters()).device
