@@ -23,12 +23,13 @@ from collm_dispatcher.retry import forever, once
 log = logging.getLogger(__name__)
 READ_COUNT = 256
 SLO_MEMORY_S = 30.0
+PROMPT_WEIGHT = 0.05
 
 
 class Backlog:
     """One reader task a stream; at most about `max_held` entries are held, the rest waits in Redis.
 
-    `on_arrival` is called after each batch of new entries.
+    `on_arrival` is called after each batch of new entries; `prompt_tokens` is the moving average of their prompts.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Backlog:
         self._slos: dict[str, tuple[Slo, float]] = {}
         self.queue = DeadlineQueue()
         self.arrivals = 0
+        self.prompt_tokens = 0.0
 
     def follow(self, key: str) -> None:
         """Start to read a stream; once is enough."""
@@ -107,6 +109,8 @@ class Backlog:
             if (entry.key, entry.entry_id) in self.queue:
                 continue
             self.arrivals += 1
+            length = len(request.prompt) + len(request.prefix)
+            self.prompt_tokens += (length - self.prompt_tokens) * (PROMPT_WEIGHT if self.prompt_tokens else 1.0)
             self._slos[entry.key] = (request.slo, self._clock.monotonic())
             self.queue.add(_waiting(entry, request))
         if entries:

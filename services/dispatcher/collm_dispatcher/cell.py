@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from msgspec import Struct
 from redis.asyncio import Redis
 
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
+from collm_common.errors import MessageError
 from collm_common.keys import Keys
+from collm_common.latency import LatencyModel, from_hash, sizes_from_hash
 from collm_common.registry import Registry
-from collm_common.types import ReplicaInfo, ReplicaState
+from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Member(Struct, frozen=True):
-    """A replica with the coordinator's cap on its running batch (None: none was set)."""
+    """A replica with what the coordinator chose and fitted for it (None: nothing yet)."""
 
     info: ReplicaInfo
-    cap: int | None = None
+    sizes: BatchSizes | None = None
+    latency: LatencyModel | None = None
 
     @property
     def usable(self) -> bool:
@@ -62,14 +67,17 @@ class Cell:
         names = sorted(name.decode() for name in await self.redis.smembers(self.keys.adapters))
         async with self.redis.pipeline(transaction=False) as pipe:
             for id_ in replicas:
-                pipe.hget(self.keys.config(id_), "infer")
+                pipe.hgetall(self.keys.config(id_))
+            for id_ in replicas:
+                pipe.hgetall(self.keys.latency(id_))
             for name in names:
                 pipe.hmget(self.keys.adapter(name), "model", "version")
             replies = await pipe.execute()
-        caps, rows = replies[: len(replicas)], replies[len(replicas) :]
+        count = len(replicas)
+        sizes, models, rows = replies[:count], replies[count : 2 * count], replies[2 * count :]
         self.members = {
-            id_: Member(info, int(cap) if cap else None)
-            for (id_, info), cap in zip(replicas.items(), caps, strict=True)
+            id_: Member(info, _checked(sizes_from_hash, id_, chosen), _checked(from_hash, id_, model))
+            for (id_, info), chosen, model in zip(replicas.items(), sizes, models, strict=True)
         }
         self.adapters = {
             name: Adapter(row[0].decode(), int(row[1] or 0)) for name, row in zip(names, rows, strict=True) if row[0]
@@ -87,3 +95,11 @@ class Cell:
                 continue
             if not self.reachable:
                 self.reachable, self.steady_since_s = True, self.clock.monotonic()
+
+
+def _checked(read: Callable[[dict[bytes, bytes]], T | None], replica: str, row: dict[bytes, bytes]) -> T | None:
+    try:
+        return read(row) if row else None
+    except MessageError as error:
+        log.error("replica %s: %s", replica, error)
+        return None

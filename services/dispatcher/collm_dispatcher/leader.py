@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -20,7 +21,7 @@ from collm_dispatcher.backlog import Backlog
 from collm_dispatcher.cell import Cell, Member
 from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Plan
 from collm_dispatcher.policy.forecast import Forecast
-from collm_dispatcher.policy.pacing import Mode, Room, deal, due_s
+from collm_dispatcher.policy.pacing import Mode, Room, Shape, combined_mode, deal, due_s, serving_mode
 from collm_dispatcher.release import Mover
 from collm_dispatcher.retry import forever
 from collm_dispatcher.settings import DispatcherSettings
@@ -216,10 +217,17 @@ class Leader:
         self._wake.set()
 
     def _mode(self, member: Member) -> Mode:
-        most = member.info.infer_batch_max
-        if member.info.state is ReplicaState.COMBINED and member.cap is not None:
-            return Mode(min(most, max(1, member.cap)))
-        return Mode(most)
+        most, sizes, model = member.info.infer_batch_max, member.sizes, member.latency
+        training = member.info.state is ReplicaState.COMBINED and sizes is not None
+        train_batch = sizes.train if training and sizes is not None else 0
+        shape = Shape(
+            prefill_s=0.0 if model is None else model.prefill_s(self._backlog.prompt_tokens),
+            output_tokens=1.0 if model is None else model.output_tokens,
+        )
+        step = None if model is None else partial(model.iteration_s, train_batch)
+        if training and sizes is not None:
+            return combined_mode(step, shape, min(most, sizes.infer))
+        return serving_mode(step, shape, self._backlog.slos(), most)
 
     async def _apply(self, plan: Plan) -> None:
         for replica in plan.promote:

@@ -7,8 +7,8 @@ import logging
 from redis.asyncio import Redis
 
 from collm_common import messages, streams
-from collm_common.broker import AWAY, patiently
-from collm_common.clock import Clock, checkpoint
+from collm_common.broker import patiently
+from collm_common.clock import Clock, ticks
 from collm_common.errors import InvalidRequest, MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Cancel, Replies
@@ -16,10 +16,12 @@ from collm_common.requeue import GROUP
 from collm_common.streams import Tail
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.open_requests import Open, OpenRequests
+from collm_dispatcher.retry import forever
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
 APPEND_S = 10.0
+WATCH_S = 0.5
 CONTROL_MAXLEN = 10_000
 
 
@@ -71,22 +73,31 @@ class Courier:
             await self._tell_cancel(open_.request.id, open_.request.model)
 
     async def run(self) -> None:
-        """Receive replies for ever. A restarted broker may have lost some: then every open request goes out again."""
+        """Receive replies for ever."""
         tail = Tail(self._redis, self._keys.replies(self.ingress))
         await tail.start("0")
-        run_id = ""
-        while True:
-            try:
-                run_id = run_id or await self._run_id()
-                entries = await tail.read(READ_COUNT)
-                for entry in entries:
-                    await self._receive(entry)
-            except AWAY as error:
-                log.warning("replies: broker away: %s", error)
-                checkpoint()
-                await self._clock.sleep(0.2)
-                run_id = await self._after_outage(run_id)
-            checkpoint()
+
+        async def step() -> None:
+            for entry in await tail.read(READ_COUNT):
+                await self._receive(entry)
+
+        await forever("replies", step, self._clock)
+
+    async def watch(self) -> None:
+        """For ever: a broker that was restarted may have lost its last second, so every open request goes out again."""
+        known = ""
+
+        async def step() -> None:
+            nonlocal known
+            async for _ in ticks(WATCH_S, self._clock):
+                run_id = str((await self._redis.info("server"))["run_id"])
+                if known and run_id != known:
+                    log.warning("the broker was restarted: %d open requests go out again", len(self._opened))
+                    for open_ in self._opened:
+                        open_.again()
+                known = run_id
+
+        await forever("broker", step, self._clock)
 
     async def _receive(self, entry: streams.Entry) -> None:
         try:
@@ -107,18 +118,3 @@ class Courier:
             if member.info.alive:
                 key = self._keys.control(member.info.id)
                 await streams.append(self._redis, key, kind, request_id, data, maxlen=CONTROL_MAXLEN)
-
-    async def _after_outage(self, run_id: str) -> str:
-        try:
-            now = await self._run_id()
-        except AWAY:
-            return run_id
-        if run_id and now != run_id:
-            log.warning("the broker was restarted: %d open requests go out again", len(self._opened))
-            for open_ in self._opened:
-                open_.again()
-        return now
-
-    async def _run_id(self) -> str:
-        info = await self._redis.info("server")
-        return str(info["run_id"])

@@ -75,7 +75,8 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     try:
         await once("classes", answers.announce_classes, clock)
         await once("registry", cell.refresh, clock)
-        running.tasks = [asyncio.create_task(loop) for loop in (cell.run(settings.refresh_s), courier.run())]
+        loops = (cell.run(settings.refresh_s), courier.run(), courier.watch())
+        running.tasks = [asyncio.create_task(loop) for loop in loops]
         await web.TCPSite(runner, settings.host, settings.port).start()
         running.port = int(runner.addresses[0][1])
         yield running

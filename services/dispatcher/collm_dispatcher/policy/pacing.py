@@ -51,11 +51,15 @@ def keeps(slo: Slo, step: StepTime, shape: Shape, b: int) -> bool:
     return all(limit is None or value <= limit for limit, value in pairs)
 
 
-def serving_mode(step: StepTime | None, shape: Shape, slo: Slo, most: int) -> Mode:
-    """b*, the largest batch of at most `most` that keeps `slo`; 1 if none does, `most` without a fit."""
+def serving_mode(step: StepTime | None, shape: Shape, slos: Sequence[Slo], most: int) -> Mode:
+    """b*, the largest batch of at most `most` that keeps every objective; `most` without a fit.
+
+    An objective that even a single sequence misses is left out: it must not slow the others down for nothing.
+    """
     if step is None:
         return Mode(most)
-    b = next((b for b in range(most, 0, -1) if keeps(slo, step, shape, b)), 1)
+    feasible = [slo for slo in slos if keeps(slo, step, shape, 1)]
+    b = next((b for b in range(most, 0, -1) if all(keeps(slo, step, shape, b) for slo in feasible)), 1)
     return Mode(b, service_s(step, shape, b))
 
 
