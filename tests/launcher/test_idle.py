@@ -55,7 +55,7 @@ def test_volatile_arrivals_stretch_the_windows_within_bounds() -> None:
 
 def test_a_lightly_loaded_replica_falls_idle_with_the_numbers_in_its_reason() -> None:
     """A replica that never falls idle because its load is equal to the threshold, or one that does while it works."""
-    loads = {"busy": steady(0.8, 3), "light": steady(0.25, 2)}
+    loads = {"busy": steady(0.5, 3), "light": steady(0.25, 2)}
     moves = decide(loads, RULES, POISSON, None)
     assert [(move.replica, move.before, move.after) for move in moves] == [("light", SERVING, IDLE)]
     assert "0.25" in moves[0].reason
@@ -170,3 +170,9 @@ def test_a_combined_replica_counts_with_what_the_coordinator_gave_it() -> None:
                 loads.hear(report(id_, 0.1, 1))
             loads.tick(replicas, {id_: BatchSizes(1, infer) for id_ in combined})
         assert [move.replica for move in loads.moves("m", replicas, None)] == falling
+
+
+def test_the_least_busy_of_overloaded_replicas_stays() -> None:
+    """Replicas that fall idle in the middle of a burst, because one of them is always at the lower quantile."""
+    loads = {"a": steady(0.9, 1), "b": steady(0.8, 1), "c": steady(0.6, 0.5)}
+    assert decide(loads, RULES, POISSON, None) == []

@@ -147,15 +147,20 @@ def _falls(
 
 
 def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, start_from: int | None) -> list[str]:
-    """The longest prefix of `low` after whose fall the rest still carries the demand (sequences in flight)."""
-    demand = (1 + rules.headroom) * sum(
-        ewma([b for _, b in load.samples], rules.decay) for load in loads.values() if load.samples
-    )
+    """The longest prefix of `low` after whose fall the rest still carries the demand.
+
+    Sequences in flight must fit into the batches that are left, and utilisation into the replicas that are left: the
+    quantile alone calls the least busy of three overloaded replicas low.
+    """
+    averages = [_averages(load, len(load.samples), rules) for load in loads.values() if load.samples]
+    demand = (1 + rules.headroom) * sum(batch for _, batch in averages)
+    work = (1 + rules.headroom) * sum(utilisation for utilisation, _ in averages)
     idle = [id_ for id_, load in loads.items() if load.state is ReplicaState.IDLE]
     for count in range(len(low), 0, -1):
         fallen = [*idle, *low[:count]]
         trains = start_from is not None and len(fallen) >= start_from
-        if capacity(loads, fallen, trains) >= demand and (trains or len(fallen) < len(loads)):
+        serving = len(loads) if trains else len(loads) - len(fallen)
+        if serving and capacity(loads, fallen, trains) >= demand and work <= serving:
             return low[:count]
     return []
 
