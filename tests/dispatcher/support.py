@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.clock import SystemClock
 from collm_common.keys import Keys
@@ -16,8 +18,6 @@ from collm_common.types import ReplicaInfo, ReplicaState
 from collm_dispatcher.dispatch import Dispatch, dispatching
 from collm_dispatcher.settings import DispatcherSettings
 from collm_replica.serving import Serving
-from redis.asyncio import Redis
-
 from tests.replica.support import serving
 from tests.replica.support import settings as replica_settings
 

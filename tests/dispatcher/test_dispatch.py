@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from redis.asyncio import Redis
+
 from collm_common import messages, streams
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
@@ -14,8 +16,6 @@ from collm_common.streams import AckPolicy, WorkQueue
 from collm_common.types import ReplicaState, SamplingParams, Slo
 from collm_dispatcher.policy.queue import Waiting
 from collm_dispatcher.release import Mover
-from redis.asyncio import Redis
-
 from tests.dispatcher.support import dispatcher, lengths, offer, register, replica
 from tests.replica.support import replies, request
 from tests.support.waiting import eventually
