@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from msgspec import Struct
+from redis.asyncio import Redis
+
 from collm_common import messages
 from collm_common.broker import stop_all
 from collm_common.clock import SystemClock
@@ -19,9 +22,6 @@ from collm_common.streams import Tail
 from collm_dispatcher.dispatch import Dispatch, dispatching
 from collm_dispatcher.ingress.service import Ingress, ingress
 from collm_replica.serving import Serving
-from msgspec import Struct
-from redis.asyncio import Redis
-
 from tests.dispatcher.support import dispatcher_settings, replica
 
 SLOW_S = 0.01

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from collm_common.keys import Keys
 from redis.asyncio import Redis
 
+from collm_common.keys import Keys
 from tests.ingress.support import chat, front, text
 from tests.support.waiting import eventually
 

@@ -1,0 +1,197 @@
+"""Bodies good and bad: what load generators and SDKs send is read, and every refusal names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from collm_common.errors import InvalidRequest, SettingsError
+from collm_common.types import Slo
+from collm_dispatcher.ingress import objectives
+from collm_dispatcher.ingress.body import ChatBody, CompletionBody, SloLimits, parse
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def read_chat(**fields: Any) -> ChatBody:
+    return parse(ChatBody, json.dumps(CHAT | fields).encode())
+
+
+def read_text(**fields: Any) -> CompletionBody:
+    return parse(CompletionBody, json.dumps(TEXT | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_completion_tokens": 10**9}, "max_completion_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": "x"}, "seed"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+        ({"slo": {"speed": 1}}, "slo"),
+        ({"n": 2}, "n"),
+        ({"tools": [{}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
+    """A field that is silently ignored although it changes the answer, or an error nobody can act on."""
+    with pytest.raises(InvalidRequest) as refused:
+        read_chat(**fields)
+    assert refused.value.param == param
+    assert param.split(".")[-1].split("[")[0] in refused.value.message
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"null", b'{"model": "m"}'])
+def test_what_is_no_request_is_refused(data: bytes) -> None:
+    """A broken body that ends in an internal error."""
+    with pytest.raises(InvalidRequest) as refused:
+        parse(ChatBody, data)
+    assert refused.value.param in ("body", "messages")
+
+
+def test_what_sdks_and_benchmarks_send_is_accepted() -> None:
+    """Neutral values of unsupported fields, nulls and unknown fields: an SDK that sends defaults could do nothing."""
+    body = read_chat(
+        n=1,
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        user="u",
+        stop=None,
+        temperature=None,
+        stream_options=None,
+        max_completion_tokens=7,
+        ignore_eos=True,
+        anything={"at": "all"},
+    )
+    params = body.sampling(7, body.logprob_count)
+    assert (body.limit, params.temperature, params.top_p, params.top_k, params.stop) == (7, 1.0, 1.0, 0, ())
+    assert params.ignore_eos
+    assert params.logprobs is None
+
+
+def test_sampling_fields_arrive() -> None:
+    """A parameter that is read and forgotten."""
+    body = read_chat(
+        temperature=0, top_p=0.5, top_k=3, seed=-1, stop=["a", "b"], logprobs=True, top_logprobs=2, max_tokens=3
+    )
+    params = body.sampling(3, body.logprob_count)
+    assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (0.0, 0.5, 3, 2)
+    assert params.stop == ("a", "b")
+    assert params.seed == 2**63 - 1
+    assert read_chat(stop="a").sampling(1, None).stop == ("a",)
+    assert read_chat(top_k=-1).sampling(1, None).top_k == 0
+
+
+def test_without_a_seed_two_requests_differ() -> None:
+    """Every answer the same at temperature 1."""
+    assert read_chat().sampling(1, None).seed != read_chat().sampling(1, None).seed
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    """A field without effect."""
+    with pytest.raises(InvalidRequest) as refused:
+        _ = read_chat(top_logprobs=2).logprob_count
+    assert refused.value.param == "top_logprobs"
+    assert read_chat(logprobs=True).logprob_count == 0
+    assert read_text(logprobs=3).logprob_count == 3
+
+
+def test_content_may_be_text_parts_or_nothing() -> None:
+    """Clients that always send lists of parts."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = read_chat(messages=[{"role": "user", "content": parts}, {"role": "assistant", "content": None}])
+    assert body.conversation() == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "single"),
+    [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], None), (["a", "b"], None)],
+)
+def test_a_request_has_one_prompt(prompt: Any, single: Any) -> None:
+    """The second of two prompts is dropped silently."""
+    body = read_text(prompt=prompt)
+    if single is not None:
+        assert body.single_prompt() == single
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        body.single_prompt()
+    assert refused.value.param == "prompt"
+
+
+KNOWN = objectives.classes({"chat": {"ttft_s": 0.5, "late": "reject"}})
+
+
+@pytest.mark.parametrize(
+    ("headers", "field", "name"),
+    [
+        ({}, None, "default"),
+        ({}, "chat", "chat"),
+        ({}, SloLimits(), "default"),
+        ({"x-slo-class": "chat"}, "default", "chat"),
+        ({"x-slo-ttft-ms": "500", "x-slo-tpot-ms": "50", "x-slo-e2e-ms": "5000"}, None, "ttft500-tpot50-e2e5000"),
+        ({"x-slo-e2e-ms": "99.6"}, "chat", "e2e100"),
+        ({}, SloLimits(tpot_ms=20), "tpot20"),
+    ],
+)
+def test_headers_go_before_the_body_and_the_default_is_last(headers: Any, field: Any, name: str) -> None:
+    """A request in the wrong class."""
+    assert objectives.choose(KNOWN, headers, field).name == name
+
+
+def test_own_limits_are_in_seconds() -> None:
+    """Milliseconds taken for seconds."""
+    slo = objectives.choose(KNOWN, {"x-slo-ttft-ms": "500", "x-slo-e2e-ms": "5000"}, None)
+    assert slo == Slo("ttft500-e2e5000", ttft_s=0.5, e2e_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "field", "param"),
+    [
+        ({"x-slo-class": "nope"}, None, "x-slo-class"),
+        ({"x-slo-ttft-ms": "soon"}, None, "x-slo-ttft-ms"),
+        ({"x-slo-e2e-ms": "-1"}, None, "x-slo-e2e-ms"),
+        ({"x-slo-e2e-ms": "nan"}, None, "x-slo-e2e-ms"),
+        ({}, "nope", "slo"),
+    ],
+)
+def test_a_wrong_objective_names_where_it_stands(headers: Any, field: Any, param: str) -> None:
+    """A typo that silently becomes the default class."""
+    with pytest.raises(InvalidRequest) as refused:
+        objectives.choose(KNOWN, headers, field)
+    assert refused.value.param == param
+
+
+def test_wrong_classes_stop_the_start() -> None:
+    """A class without the limit that was meant."""
+    with pytest.raises(SettingsError, match=r"SLO_CLASSES.*chat"):
+        objectives.classes({"chat": {"ttft_s": -1}})
