@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from statistics import median
 
+import msgspec
 import numpy as np
 import statsmodels.api as sm
 from msgspec import Struct
@@ -23,6 +25,7 @@ MIN_POINTS = 3
 MIN_R2 = 0.2
 FLAT = 0.05
 MAX_LEFT_OUT = 32
+MIN_SPREAD = 0.2
 TERMS = (
     Term("B"),
     Term("log2(1+B)"),
@@ -46,13 +49,14 @@ def fit(points: Sequence[Point], prior: Line | None = None) -> Line | Refusal:
         return Refusal(f"{len(usable)} of at least {MIN_POINTS} different (B, b) were measured")
     seconds = np.array([point.seconds for point in usable])
     infer = np.array([float(point.infer) for point in usable])
-    tells_infer = len({point.infer for point in usable}) > 1
-    tells_train = len({point.train for point in usable}) > 1
+    tells_infer = _spread(infer)
+    tells_train = _spread(np.array([float(point.train) for point in usable]))
     prior = prior or Line(0.0)
     term = _choose_term(usable, tells_infer) if tells_train else prior.term
     train = np.array([term(point.train) for point in usable])
-    if tells_infer and tells_train and _collinear(infer, train):
-        tells_train = False
+    if tells_infer and tells_train and (len(usable) < MIN_POINTS + 1 or _collinear(infer, train)):
+        tells_train, term = False, prior.term
+        train = np.array([term(point.train) for point in usable])
     known = np.zeros_like(seconds)
     if not tells_infer:
         known = known + prior.per_sequence_s * infer
@@ -72,6 +76,19 @@ def fit(points: Sequence[Point], prior: Line | None = None) -> Line | Refusal:
     return _judge(line, usable, seconds)
 
 
+def proportional(points: Sequence[Point]) -> Line | Refusal:
+    """A first guess at the duration of training from too few points for a fit: it grows with B, from nothing."""
+    rates = [point.seconds / point.train for point in points if point.train > 0 and point.seconds > 0]
+    if not rates:
+        return Refusal("nothing was measured")
+    return Line(0.0, per_train_s=median(rates), n=len(rates))
+
+
+def _spread(values: Matrix) -> bool:
+    """Whether values differ by more than noise could make up for."""
+    return bool(values.max() - values.min() >= max(1.0, MIN_SPREAD * values.max()))
+
+
 def _judge(line: Line, points: Sequence[Point], seconds: Matrix) -> Line | Refusal:
     """With its R2; refused if it explains little of a real variation, or is not a duration at all."""
     predicted = np.array([line.predict(point.train, point.infer) for point in points])
@@ -81,16 +98,7 @@ def _judge(line: Line, points: Sequence[Point], seconds: Matrix) -> Line | Refus
         return Refusal(f"the fit predicts {predicted.min():.4g} s")
     if r2 < MIN_R2 and seconds.std() > FLAT * seconds.mean():
         return Refusal(f"R2 is {r2:.2f}, at least {MIN_R2} is needed")
-    return Line(
-        line.base_s,
-        line.per_sequence_s,
-        line.per_train_s,
-        line.term,
-        r2,
-        line.n,
-        line.sequence_identified,
-        line.train_identified,
-    )
+    return msgspec.structs.replace(line, r2=r2)
 
 
 def _choose_term(points: Sequence[Point], tells_infer: bool) -> Term:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -45,3 +45,14 @@ class Grid:
         for sizes, (mean, count) in self.cells.items():
             if keep(sizes):
                 yield Point(sizes.train, sizes.infer, mean, count)
+
+
+def pooled(grids: Iterable[Grid]) -> list[Point]:
+    """What several replicas measured, as one: the count-weighted mean of each (B, b)."""
+    sums: dict[BatchSizes, tuple[float, int]] = {}
+    for grid in grids:
+        for point in grid.points():
+            sizes = BatchSizes(point.train, point.infer)
+            seconds, count = sums.get(sizes, (0.0, 0))
+            sums[sizes] = (seconds + point.seconds * point.count, count + point.count)
+    return [Point(sizes.train, sizes.infer, seconds / count, count) for sizes, (seconds, count) in sums.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Mapping
 
 from redis.asyncio import Redis
 
@@ -18,10 +19,9 @@ from collm_common.messages import Configure, InferenceReport, JobChanged, StateC
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
-from collm_coordinator.latency_fit import Refusal
 from collm_coordinator.replica_model import ReplicaModel
 from collm_coordinator.settings import CoordinatorSettings
-from collm_coordinator.solver import Choice, Demand, Learning, first_draw, solve
+from collm_coordinator.solver import Choice, Demand, Learning, first_draw, keeps_slo, solve
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Coordinator:
             case JobChanged(status="forming"):
                 await self._join(message.job)
             case UpdateUploaded():
-                await self._refit((await self._registry.replicas()).get(message.replica))
+                await self._settle(message.replica)
             case StateChanged(before=ReplicaState.COMBINED):
                 await self._restore(message.replica, f"{message.after}: {message.reason}")
 
@@ -128,37 +128,47 @@ class Coordinator:
             del self.models[id_]
         for info in replicas.values():
             if info.alive and info.id in self.models:
-                await self._refit(info)
+                await self._refit(info, replicas, settle=False)
 
-    async def _refit(self, info: ReplicaInfo | None) -> None:
-        if info is None:
-            return
-        model = self._model(info.id)
-        combined = info.state is ReplicaState.COMBINED
-        refusal = model.refit(combined)
-        if isinstance(refusal, Refusal):
-            log.debug("%s: no new fit: %s", info.id, refusal.reason)
-            return
+    async def _settle(self, replica: str) -> None:
+        """A round is over: the sizes of the next one."""
+        replicas = await self._registry.replicas()
+        if replica in replicas:
+            await self._refit(replicas[replica], replicas, settle=True)
+
+    async def _refit(self, info: ReplicaInfo, replicas: Mapping[str, ReplicaInfo], settle: bool) -> None:
+        model, combined = self._model(info.id), info.state is ReplicaState.COMBINED
+        like = (info.model, info.base_digest)
+        peers = [self._model(id_) for id_, peer in replicas.items() if (peer.model, peer.base_digest) == like]
+        before = model.latency
+        if (refusal := model.refit(combined, peers)) is not None:
+            log.info("%s: no new fit: %s", info.id, refusal.reason)
         if model.latency is None:
             return
-        await latency.save(self.redis, self.keys, info.id, model.latency)
+        if model.latency is not before:
+            await latency.save(self.redis, self.keys, info.id, model.latency)
         if combined and model.latency.train is not None:
-            await self._choose(info, model, model.latency)
+            await self._choose(info, model, model.latency, settle)
 
-    async def _choose(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel) -> None:
-        choice = self.choice(info, model, fitted)
+    async def _choose(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel, settle: bool) -> None:
+        """New sizes between two rounds; inside one only if the present ones do not keep the SLO."""
         known = await latency.load_sizes(self.redis, self.keys, info.id)
+        if not settle and known is not None and keeps_slo(fitted, known, self._demand(model)):
+            return
+        choice = self.choice(info, model, fitted)
         if known != choice.sizes:
             reason = f"goodput {choice.goodput:.3g} samples/s" if choice.feasible else "nothing keeps the SLO"
             await self._configure(info.id, choice.sizes, reason)
 
     def choice(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel) -> Choice:
         """The solver's answer for what is known of a replica."""
-        demand = Demand(self.settings.slo, model.prompt_tokens, model.queue_s)
         learning = Learning(max(1, model.first_batch), self.settings.accumulation, model.noise_scale)
         batches = range(1, self.settings.max_train_batch + 1)
         floor = max(1, round(self.settings.min_infer_share * info.infer_batch_max))
-        return solve(fitted, batches, info.infer_batch_max, demand, learning, floor)
+        return solve(fitted, batches, info.infer_batch_max, self._demand(model), learning, floor)
+
+    def _demand(self, model: ReplicaModel) -> Demand:
+        return Demand(self.settings.slo, model.traffic.mean_prompt_tokens, model.traffic.queue_s)
 
     # --- configurations
 

@@ -135,7 +135,7 @@ async def _run(options: DemoOptions, texts: Corpus, offers: Sequence[Offer], con
             port=options.port,
             data_dirs=write_data(texts, Path(run_dir)),
             cache_dir=options.cache_dir,
-            env=plan.SERVICE_SETTINGS,
+            env=plan.service_settings(served_name(options.model)),
         )
         async with Stack(stack_options, lambda line: console.print(line, highlight=False)) as stack:
             return await stack.guard(_perform(options, stack, texts, offers, console))

@@ -23,14 +23,41 @@ JOB_PATIENCE_S = 120.0
 ADAPTER_PATIENCE_S = 10.0
 HELDOUT_GAP_S = 0.4
 
-# Two cores: one thread a process, short sequences, small rounds.
+ADAPTER = "help-desk"
+ROUNDS, STEPS, SNAPSHOT_STEPS, TRAIN_BATCH = 2, 8, 3, 4
+
+# Two cores: one thread a process, short sequences, small rounds, windows of seconds where an operator has minutes.
 SERVICE_SETTINGS = {
     "COLLM_DISPATCHER_SLO_CLASSES": json.dumps({SLO.name: {"ttft_s": SLO.ttft_s, "e2e_s": SLO.e2e_s}}),
     "COLLM_REPLICA_DEVICE": "cpu",
     "COLLM_REPLICA_DTYPE": "float32",
     "COLLM_REPLICA_CONTEXT_TOKENS": "512",
     "COLLM_REPLICA_KV_MB": "128",
+    "COLLM_LAUNCHER_IDLE": json.dumps({"window": 8, "return_ticks": 20}),
+    "COLLM_LAUNCHER_COOLDOWN_S": "600",
+    "COLLM_LAUNCHER_RULES": json.dumps(
+        {
+            "rounds": ROUNDS,
+            "steps": STEPS,
+            "strategy": "product",
+            "hyper": {
+                "rank": 8,
+                "alpha": 16.0,
+                "learning_rate": 1e-3,
+                "max_tokens": 80,
+                "snapshot_steps": SNAPSHOT_STEPS,
+                "heldout_samples": 8,
+            },
+        }
+    ),
+    "COLLM_COORDINATOR_SLO": json.dumps({"name": SLO.name, "ttft_s": SLO.ttft_s, "e2e_s": SLO.e2e_s}),
+    "COLLM_COORDINATOR_MAX_TRAIN_BATCH": str(TRAIN_BATCH),
 }
+
+
+def service_settings(served_name: str) -> dict[str, str]:
+    """By variable name, with the adapter that is trained for the served model."""
+    return SERVICE_SETTINGS | {"COLLM_LAUNCHER_ADAPTERS": json.dumps({served_name: ADAPTER})}
 
 
 @dataclass(frozen=True)

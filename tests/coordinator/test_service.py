@@ -1,0 +1,231 @@
+"""The coordinator against a real broker: jobs start, samples become batch sizes, and one of two leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+from redis.asyncio import Redis
+
+from collm_common import latency, messages, streams
+from collm_common.clock import SystemClock
+from collm_common.errors import CollmError
+from collm_common.keys import Keys
+from collm_common.messages import (
+    AnyMessage,
+    Configure,
+    InferenceReport,
+    Iteration,
+    JobChanged,
+    TrainReport,
+    UpdateUploaded,
+)
+from collm_common.registry import Registry
+from collm_common.settings import load
+from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState, Slo
+from collm_coordinator.service import Coordinator
+from collm_coordinator.settings import CoordinatorSettings
+from tests.support.waiting import eventually
+
+SLO = Slo("s", e2e_s=2.0)
+
+
+@asynccontextmanager
+async def running(redis: Redis, **changes: object) -> AsyncIterator[Coordinator]:
+    settings = CoordinatorSettings(**{"slo": SLO, "fit_s": 0.05, "lease_ttl_s": 0.6, **changes})  # type: ignore[arg-type]
+    coordinator = Coordinator(settings, redis, SystemClock())
+    task = asyncio.create_task(coordinator.run())
+    try:
+        await eventually(lambda: task.done() or coordinator._lease.token)
+        yield coordinator
+    finally:
+        coordinator.stop.set()
+        await asyncio.wait_for(task, 20)
+
+
+async def register(redis: Redis, keys: Keys, state: ReplicaState, *ids: str) -> None:
+    for id_ in ids:
+        info = ReplicaInfo(id_, "m", "i", state, ready=True, infer_batch_max=16, context_tokens=64)
+        await Registry(redis, keys).register(info, 60)
+
+
+async def say(redis: Redis, key: str, message: AnyMessage) -> None:
+    await streams.append(redis, key, messages.kind(message), "test", messages.encode(message))
+
+
+async def form(redis: Redis, keys: Keys, *clients: str) -> None:
+    await redis.hset(keys.job("j"), mapping={"status": "forming", "clients": ",".join(clients)})
+    await redis.sadd(keys.jobs, "j")
+    await say(redis, keys.events, JobChanged(job="j", status="forming", round=0, reason="test", time_s=1.0))
+
+
+def inference(state: ReplicaState, *cells: tuple[int, int, float]) -> InferenceReport:
+    return InferenceReport(
+        replica="r1",
+        state=state,
+        time_s=1.0,
+        utilisation=0.5,
+        memory_bytes=1,
+        queue=0,
+        running=1,
+        mean_batch=1.0,
+        limit=16,
+        train_batch=0,
+        iterations=tuple(Iteration(BatchSizes(t, i), 5, s) for t, i, s in cells),
+        output_tokens=200,
+        finished=10,
+    )
+
+
+def training(train: int, infer: int, step_s: float) -> TrainReport:
+    return TrainReport(
+        replica="r1",
+        job="j",
+        round=1,
+        step=1,
+        time_s=1.0,
+        sizes=BatchSizes(train, infer),
+        step_s=step_s,
+        samples=train,
+        loss=1.0,
+        noise_scale=50.0,
+    )
+
+
+async def states(redis: Redis, keys: Keys) -> dict[str, ReplicaState]:
+    return {id_: info.state for id_, info in (await Registry(redis, keys).replicas()).items()}
+
+
+async def commands(redis: Redis, keys: Keys, replica: str) -> list[BatchSizes]:
+    entries = streams.parse("", await redis.xrange(keys.control(replica)))
+    found = [messages.decode(entry.data) for entry in entries]
+    return [message.sizes for message in found if isinstance(message, Configure)]
+
+
+async def test_a_job_that_forms_gets_its_clients_combined_with_first_sizes(redis: Redis, keys: Keys) -> None:
+    """A job that waits for its clients, or clients that are taken though they serve again."""
+    await register(redis, keys, ReplicaState.IDLE, "r1", "r2")
+    await register(redis, keys, ReplicaState.SERVING, "r3")
+    async with running(redis):
+        await form(redis, keys, "r1", "r2", "r3", "r9")
+        await eventually(partial(_states_are, redis, keys, ["combined", "combined", "serving"]))
+        for id_ in ("r1", "r2"):
+            (drawn,) = await commands(redis, keys, id_)
+            assert drawn == await latency.load_sizes(redis, keys, id_)
+            assert drawn.train >= 1
+            assert drawn.infer >= 8
+    assert await commands(redis, keys, "r3") == []
+
+
+async def test_a_job_that_began_while_nobody_led_is_found(redis: Redis, keys: Keys) -> None:
+    """An event that nobody heard."""
+    await register(redis, keys, ReplicaState.IDLE, "r1")
+    await form(redis, keys, "r1")
+    async with running(redis):
+        await eventually(partial(_states_are, redis, keys, ["combined"]))
+
+
+async def test_samples_become_a_model_and_batch_sizes_that_keep_the_slo(redis: Redis, keys: Keys) -> None:
+    """Telemetry that changes nothing, or sizes that break the SLO which they were chosen for.
+
+    20 tokens within 2 s allow 100 ms a step: with T = 20 ms + 10 ms b + 10 ms B, that is b + B <= 8.
+    """
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    cells = [(train, infer, 0.02 + 0.01 * infer + 0.01 * train) for train in (0, 1, 2, 4) for infer in (1, 2, 4)]
+    async with running(redis, min_infer_share=0.0):
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
+        for train in (1, 2, 4):
+            for infer in (1, 4):
+                await say(redis, keys.telemetry, training(train, infer, 0.5 + 0.1 * train))
+        event = UpdateUploaded(job="j", round=1, replica="r1", samples=9, loss=1.0, loss_last=1.0, time_s=1.0)
+        await say(redis, keys.events, event)
+        await eventually(partial(_has_sizes, redis, keys))
+        model = await latency.load(redis, keys, "r1")
+        assert model is not None
+        assert model.iteration_s(4, 4) == pytest.approx(0.10, rel=0.05)
+        assert model.output_tokens == 20
+        sizes = await latency.load_sizes(redis, keys, "r1")
+        assert sizes is not None
+        assert sizes.train + sizes.infer <= 8
+        assert sizes.train >= 4
+        assert sizes in await commands(redis, keys, "r1")
+        reason = await redis.hget(keys.config("r1"), "reason")
+        assert b"goodput" in reason
+
+
+async def test_a_serving_replica_is_fitted_without_touching_its_sizes(redis: Redis, keys: Keys) -> None:
+    """A dispatcher without a latency model for the replicas that only serve."""
+    await register(redis, keys, ReplicaState.SERVING, "r1")
+    async with running(redis):
+        await redis.xadd(keys.telemetry, streams.fields("inference_report", "x", b"garbage"))
+        await say(redis, keys.telemetry, inference(ReplicaState.SERVING, (0, 1, 0.02), (0, 4, 0.03), (0, 8, 0.05)))
+        await eventually(partial(latency.load, redis, keys, "r1"))
+    assert await latency.load_sizes(redis, keys, "r1") is None
+
+
+async def test_too_few_samples_change_nothing(redis: Redis, keys: Keys) -> None:
+    """A configuration made of one measurement."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    async with running(redis) as coordinator:
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, (1, 1, 9.0)))
+        await eventually(lambda: coordinator.models.get("r1") and coordinator.models["r1"].fitted[1] == 1)
+    assert await latency.load(redis, keys, "r1") is None
+    assert await latency.load_sizes(redis, keys, "r1") is None
+
+
+async def test_a_replica_that_serves_again_gets_its_whole_batch_back(redis: Redis, keys: Keys) -> None:
+    """A cap from training that stays after it."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    await latency.save_sizes(redis, keys, "r1", BatchSizes(4, 2), "test")
+    async with running(redis):
+        await Registry(redis, keys).transition("r1", ReplicaState.COMBINED, ReplicaState.SERVING, "recalled", 1.0)
+        await eventually(partial(_sizes_are, redis, keys, BatchSizes(0, 16)))
+        assert await commands(redis, keys, "r1") == [BatchSizes(0, 16)]
+
+
+async def test_one_of_two_leads_and_the_other_takes_over(redis: Redis, keys: Keys) -> None:
+    """Two coordinators that configure against each other, or none after the first is gone."""
+    await register(redis, keys, ReplicaState.IDLE, "r1")
+    settings = CoordinatorSettings(slo=SLO, fit_s=0.05, lease_ttl_s=0.6)
+    second = Coordinator(settings, redis, SystemClock())
+    async with running(redis) as first:
+        task = asyncio.create_task(second.run())
+        await form(redis, keys, "r1")
+        await eventually(partial(_states_are, redis, keys, ["combined"]))
+        assert len(await commands(redis, keys, "r1")) == 1
+        assert first._lease.token
+        assert second._lease.token is None
+    await eventually(lambda: second._lease.token)
+    second.stop.set()
+    await asyncio.wait_for(task, 20)
+
+
+async def test_replicas_that_left_are_forgotten(redis: Redis, keys: Keys) -> None:
+    """Memory that grows with every replica that ever was."""
+    await register(redis, keys, ReplicaState.SERVING, "r1")
+    async with running(redis) as coordinator:
+        await say(redis, keys.telemetry, inference(ReplicaState.SERVING, (0, 1, 0.02)))
+        await eventually(lambda: "r1" in coordinator.models)
+        await Registry(redis, keys).remove("r1", "test", 1.0)
+        await eventually(lambda: "r1" not in coordinator.models)
+
+
+def test_a_bad_setting_is_named() -> None:
+    """A coordinator that starts with another SLO than its operator wrote."""
+    with pytest.raises(CollmError, match="COLLM_COORDINATOR_SLO"):
+        load(CoordinatorSettings, "coordinator", {"COLLM_COORDINATOR_SLO": '{"name": "x", "e2e": 1}'})
+
+
+async def _states_are(redis: Redis, keys: Keys, expected: list[str]) -> bool:
+    return [state.value for state in (await states(redis, keys)).values()] == expected
+
+
+async def _sizes_are(redis: Redis, keys: Keys, expected: BatchSizes) -> bool:
+    return await latency.load_sizes(redis, keys, "r1") == expected
+
+
+async def _has_sizes(redis: Redis, keys: Keys) -> bool:
+    return await latency.load_sizes(redis, keys, "r1") is not None
