@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from redis.asyncio import Redis
 
-from collm_common import messages, streams
+from collm_common import latency, messages, streams
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
+from collm_common.latency import LatencyModel, Line
 from collm_common.lease import Lease
 from collm_common.messages import Done, Failed, Lost, ReplicaChanged, Request, StateChanged
 from collm_common.registry import Registry
 from collm_common.requeue import GROUP
 from collm_common.streams import AckPolicy, WorkQueue
-from collm_common.types import ReplicaState, SamplingParams, Slo
+from collm_common.types import BatchSizes, ReplicaState, SamplingParams, Slo
 from collm_dispatcher.policy.queue import Waiting
 from collm_dispatcher.release import Mover
 from tests.dispatcher.support import dispatcher, lengths, offer, register, replica
 from tests.replica.support import replies, request
+from tests.support.broker import Broker
 from tests.support.waiting import eventually
 
 ORIGINAL = Keys().requests("m", "s")
@@ -241,3 +245,89 @@ async def test_replicas_share_the_load(redis: Redis, keys: Keys) -> None:
             return await lengths(redis, keys, "r1", "r2") == [2, 2]
 
         await eventually(shared)
+
+
+async def test_a_fitted_replica_runs_the_batch_that_keeps_the_objective(redis: Redis, keys: Keys) -> None:
+    """A fit that nobody reads: every replica is filled to the engine's limit, and every request is late."""
+    model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.01), output_tokens=10)
+    await register(redis, keys)
+    await latency.save(redis, keys, "r1", model)
+    slo = Slo("s", e2e_s=0.35)
+    await offer(redis, keys, *(request(f"q{n}", slo=slo, deadline_s=4e9) for n in range(4)))
+    async with dispatcher(redis) as running:
+
+        async def two() -> bool:
+            return await lengths(redis, keys, "r1") == [2] and running.leaders["m"].held == 2
+
+        await eventually(two)
+
+
+async def test_a_combined_replica_runs_at_most_the_coordinators_cap(redis: Redis, keys: Keys) -> None:
+    """Training and a full batch at once: both too slow."""
+    await register(redis, keys, state=ReplicaState.COMBINED)
+    await latency.save_sizes(redis, keys, "r1", BatchSizes(train=2, infer=1), "test")
+    await offer(redis, keys, *(request(f"q{n}") for n in range(3)))
+    async with dispatcher(redis, pause_s=60) as running:
+
+        async def one() -> bool:
+            return await lengths(redis, keys, "r1") == [1] and running.leaders["m"].held == 2
+
+        await eventually(one)
+
+
+async def test_an_entry_that_was_delivered_but_never_arrived_is_read_again(redis: Redis, keys: Keys) -> None:
+    """A connection that breaks under a read: its entries stay with the leader that never saw them."""
+    await offer(redis, keys, request("lost"))
+    queue = WorkQueue(redis, ORIGINAL, GROUP, "d1", AckPolicy.BY_HANDLER)
+    await queue.create()
+    assert await queue.read(1, 0)
+    async with replica(redis, keys), dispatcher(redis, "d1"):
+
+        async def done() -> bool:
+            return await finished(redis, keys) == {"lost"}
+
+        await eventually(done)
+
+
+async def test_a_held_back_request_goes_out_when_its_time_is_up(redis: Redis, keys: Keys) -> None:
+    """A request that waits for others which never come."""
+    await latency.save(redis, keys, "r1", LatencyModel(infer=Line(base_s=0.001)))
+    async with replica(redis, keys), dispatcher(redis, hold_s=0.2):
+        sent_s = time.time()
+        await offer(redis, keys, request(arrival_s=sent_s, deadline_s=sent_s + 60))
+
+        async def done() -> bool:
+            return await finished(redis, keys) == {"q1"}
+
+        await eventually(done)
+        assert time.time() - sent_s >= 0.2
+
+
+async def test_the_loop_goes_on_after_the_broker_was_away(redis: Redis, keys: Keys, broker: Broker) -> None:
+    """A leader that dies, or declares every replica dead, because the broker was restarted."""
+    async with replica(redis, keys), dispatcher(redis, away_grace_s=30) as running:
+        await offer(redis, keys, request("before"))
+        await eventually(lambda: running.leaders and running.leaders["m"].leads)
+        broker.stop()
+        broker.start()
+        await offer(redis, keys, request("after"))
+
+        async def done() -> bool:
+            return "after" in await finished(redis, keys)
+
+        await eventually(done)
+
+
+async def test_a_stream_that_is_gone_is_made_again(redis: Redis, keys: Keys) -> None:
+    """A dispatcher that dies because the broker lost its keys."""
+    async with replica(redis, keys), dispatcher(redis) as running:
+        await offer(redis, keys, request("before"))
+        await eventually(lambda: running.leaders and running.leaders["m"].leads)
+        await redis.delete(ORIGINAL)
+        await running.leaders["m"]._backlog.reclaim()
+        await offer(redis, keys, request("after"))
+
+        async def done() -> bool:
+            return "after" in await finished(redis, keys)
+
+        await eventually(done)

@@ -64,7 +64,7 @@ def chat(content: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 6, **fields}
 
 
-def text(prompt: str = "abc", **fields: Any) -> dict[str, Any]:
+def text(prompt: Any = "abc", **fields: Any) -> dict[str, Any]:
     """A body for /v1/completions."""
     return {"model": "m", "prompt": prompt, "max_tokens": 6, **fields}
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 
+from collm_common import messages, streams
 from collm_common.keys import Keys
-from tests.ingress.support import chat, front, text
+from collm_common.messages import Delta, Done, Request, TokenLogprob
+from tests.dispatcher.support import register
+from tests.ingress.support import Front, chat, front, text
 from tests.support.waiting import eventually
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -118,5 +122,35 @@ async def test_liveness_readiness_and_metrics(redis: Redis, keys: Keys, tokenize
         assert line in page
 
 
-async def _status(site: Any, path: str, wanted: int) -> bool:
+async def _status(site: Front, path: str, wanted: int) -> bool:
     return (await site.get(path))[0] == wanted
+
+
+async def test_log_probabilities_have_the_shape_of_each_endpoint(
+    redis: Redis, keys: Keys, tokenizer_folder: Path
+) -> None:
+    """Evaluation harnesses that read log-probabilities by position."""
+    await register(redis, keys)
+    async with front(redis, keys, tokenizer_folder, replicas=0) as site:
+        for path, body in ((CHAT, chat(logprobs=True, top_logprobs=1)), (TEXT, text(logprobs=1))):
+            asked = asyncio.create_task(site.post(path, body))
+            await eventually(lambda: redis.xlen(keys.subflow("r1")))
+            ((entry_id, row),) = await redis.xrange(keys.subflow("r1"))
+            request = messages.decode(row[b"data"])
+            assert isinstance(request, Request)
+            assert request.sampling.logprobs == 1
+            told = tuple(TokenLogprob(token, -0.5, ((token, -0.5),)) for token in (64, 65))
+            delta = Delta(request.id, 0, 0, (64, 65), "ab", None, "length", told)
+            reply = messages.Replies(items=(delta, Done(request.id, 0, 2, 0.0, 0.0, 0.0)))
+            await redis.xdel(keys.subflow("r1"), entry_id)
+            await streams.append(redis, keys.replies(request.ingress), "replies", request.id, messages.encode(reply))
+            _, answer = await asked
+            found = answer["choices"][0]["logprobs"]
+            if path == CHAT:
+                assert [entry["logprob"] for entry in found["content"]] == [-0.5, -0.5]
+                assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in found["content"])
+                assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in found["content"])
+            else:
+                assert found["token_logprobs"] == [-0.5, -0.5]
+                assert found["text_offset"] == [0, 1]
+                assert [list(top) for top in found["top_logprobs"]] == [[token] for token in found["tokens"]]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common import messages
 from collm_common.broker import stop_all
@@ -78,7 +79,13 @@ class Backlog:
         """Take over what other consumers hold (they do not lead), and what was sent here but never arrived."""
         for key, stream in list(self._streams.items()):
             held = sum(1 for item in self.queue if item.key == key)
-            summary = await self._redis.xpending(key, GROUP)
+            try:
+                summary = await self._redis.xpending(key, GROUP)
+            except ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                await stream.create()
+                continue
             for consumer in summary["consumers"]:
                 name = consumer["name"].decode()
                 if name != self._consumer:

@@ -16,7 +16,7 @@ from collm_common.errors import FencedError
 from collm_common.lease import Lease
 from collm_common.messages import PauseTraining, ReplicaChanged, ResumeTraining
 from collm_common.requeue import give_up_subflow
-from collm_common.types import ReplicaState
+from collm_common.types import ReplicaState, Slo
 from collm_dispatcher.backlog import Backlog
 from collm_dispatcher.cell import Cell, Member
 from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Plan
@@ -47,6 +47,7 @@ class Leader:
         self._tasks: list[asyncio.Task[None]] = []
         self._wake, self._urgent = asyncio.Event(), asyncio.Event()
         self._modes: dict[str, Mode] = {}
+        self._paced_for: list[Slo] = []
         self._backlog = self._new_backlog()
 
     @property
@@ -143,6 +144,8 @@ class Leader:
     async def _release_due(self, token: str, now: float) -> float:
         """Returns seconds until it is worth trying again."""
         queue = self._backlog.queue
+        if self._backlog.slos() != self._paced_for:
+            self._set_modes()
         rooms = await self._rooms()
         free = sum(max(0, room.b - room.in_flight) for room in rooms)
         if free == 0:
@@ -203,7 +206,7 @@ class Leader:
             return
         await self._bury()
         members = self.cell.of(self.model)
-        self._modes = {member.info.id: self._mode(member) for member in members}
+        self._set_modes()
         arrived, self._backlog.arrivals = self._backlog.arrivals, 0
         now_s = self.clock.monotonic()
         self._forecast.observe(arrived, now_s - self._observed_s)
@@ -216,6 +219,10 @@ class Leader:
         await self._apply(plan)
         self._wake.set()
 
+    def _set_modes(self) -> None:
+        self._paced_for = self._backlog.slos()
+        self._modes = {member.info.id: self._mode(member) for member in self.cell.of(self.model)}
+
     def _mode(self, member: Member) -> Mode:
         most, sizes, model = member.info.infer_batch_max, member.sizes, member.latency
         training = member.info.state is ReplicaState.COMBINED and sizes is not None
@@ -227,7 +234,7 @@ class Leader:
         step = None if model is None else partial(model.iteration_s, train_batch)
         if training and sizes is not None:
             return combined_mode(step, shape, min(most, sizes.infer))
-        return serving_mode(step, shape, self._backlog.slos(), most)
+        return serving_mode(step, shape, self._paced_for, most)
 
     async def _apply(self, plan: Plan) -> None:
         for replica in plan.promote:
