@@ -20,6 +20,7 @@ from collm_common.messages import (
     InferenceReport,
     Iteration,
     JobChanged,
+    ReplicaChanged,
     TrainReport,
     UpdateUploaded,
 )
@@ -39,7 +40,7 @@ async def running(redis: Redis, **changes: object) -> AsyncIterator[Coordinator]
     coordinator = Coordinator(settings, redis, SystemClock())
     task = asyncio.create_task(coordinator.run())
     try:
-        await eventually(lambda: task.done() or coordinator._lease.token)
+        await eventually(lambda: task.done() or coordinator.leads)
         yield coordinator
     finally:
         coordinator.stop.set()
@@ -186,6 +187,44 @@ async def test_a_replica_that_serves_again_gets_its_whole_batch_back(redis: Redi
         assert await commands(redis, keys, "r1") == [BatchSizes(0, 16)]
 
 
+async def test_a_cap_left_behind_while_nobody_led_is_lifted(redis: Redis, keys: Keys) -> None:
+    """A replica that serves at a fraction of its batch for ever."""
+    await register(redis, keys, ReplicaState.SERVING, "r1")
+    await latency.save_sizes(redis, keys, "r1", BatchSizes(4, 2), "test")
+    async with running(redis):
+        await eventually(partial(_sizes_are, redis, keys, BatchSizes(0, 16)))
+
+
+async def test_a_new_process_is_told_its_sizes_again(redis: Redis, keys: Keys) -> None:
+    """A restarted engine that runs beside training without a cap."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    await latency.save_sizes(redis, keys, "r1", BatchSizes(4, 2), "test")
+    async with running(redis):
+        await say(redis, keys.events, ReplicaChanged(replica="r1", what="up", reason="test", time_s=1.0))
+        await eventually(partial(_was_told, redis, keys, BatchSizes(4, 2)))
+
+
+async def test_sizes_change_inside_a_round_only_when_they_break_the_slo(redis: Redis, keys: Keys) -> None:
+    """Batch sizes that wobble with every sample, or that stay when requests are already late."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    kept = BatchSizes(1, 4)
+    await latency.save_sizes(redis, keys, "r1", kept, "test")
+    async with running(redis, min_infer_share=0.0):
+        for train in (1, 2, 4):
+            await say(redis, keys.telemetry, training(train, 4, 0.5 + 0.1 * train))
+        fast = [(train, infer, 0.02 + 0.001 * (infer + train)) for train in (0, 1, 2) for infer in (1, 2, 4)]
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *fast))
+        await eventually(partial(latency.load, redis, keys, "r1"))
+        assert await latency.load_sizes(redis, keys, "r1") == kept
+        slow = [(train, infer, 0.02 + 0.03 * (infer + train)) for train, infer, _ in fast]
+        for _ in range(40):
+            await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *slow))
+        await eventually(partial(_sizes_are_not, redis, keys, kept))
+        chosen = await latency.load_sizes(redis, keys, "r1")
+        assert chosen is not None
+        assert chosen.train + chosen.infer < 5
+
+
 async def test_one_of_two_leads_and_the_other_takes_over(redis: Redis, keys: Keys) -> None:
     """Two coordinators that configure against each other, or none after the first is gone."""
     await register(redis, keys, ReplicaState.IDLE, "r1")
@@ -196,9 +235,9 @@ async def test_one_of_two_leads_and_the_other_takes_over(redis: Redis, keys: Key
         await form(redis, keys, "r1")
         await eventually(partial(_states_are, redis, keys, ["combined"]))
         assert len(await commands(redis, keys, "r1")) == 1
-        assert first._lease.token
-        assert second._lease.token is None
-    await eventually(lambda: second._lease.token)
+        assert first.leads
+        assert not second.leads
+    await eventually(lambda: second.leads)
     second.stop.set()
     await asyncio.wait_for(task, 20)
 
@@ -225,6 +264,14 @@ async def _states_are(redis: Redis, keys: Keys, expected: list[str]) -> bool:
 
 async def _sizes_are(redis: Redis, keys: Keys, expected: BatchSizes) -> bool:
     return await latency.load_sizes(redis, keys, "r1") == expected
+
+
+async def _sizes_are_not(redis: Redis, keys: Keys, other: BatchSizes) -> bool:
+    return await latency.load_sizes(redis, keys, "r1") != other
+
+
+async def _was_told(redis: Redis, keys: Keys, expected: BatchSizes) -> bool:
+    return expected in await commands(redis, keys, "r1")
 
 
 async def _has_sizes(redis: Redis, keys: Keys) -> bool:

@@ -54,8 +54,10 @@ def fit(points: Sequence[Point], prior: Line | None = None) -> Line | Refusal:
     prior = prior or Line(0.0)
     term = _choose_term(usable, tells_infer) if tells_train else prior.term
     train = np.array([term(point.train) for point in usable])
-    if tells_infer and tells_train and (len(usable) < MIN_POINTS + 1 or _collinear(infer, train)):
-        tells_train, term = False, prior.term
+    if tells_infer and tells_train and (len(usable) <= MIN_POINTS or _collinear(infer, train)):
+        tells_train = _strength(train, seconds) > _strength(infer, seconds)
+        tells_infer = not tells_train
+        term = term if tells_train else prior.term
         train = np.array([term(point.train) for point in usable])
     known = np.zeros_like(seconds)
     if not tells_infer:
@@ -149,6 +151,13 @@ def _robust(seconds: Matrix, matrix: Matrix) -> Matrix:
         warnings.simplefilter("ignore")
         robust: Matrix = np.asarray(sm.RLM(seconds, matrix, M=sm.robust.norms.HuberT()).fit().params)
     return robust if np.isfinite(robust).all() else plain
+
+
+def _strength(column: Matrix, seconds: Matrix) -> float:
+    """How much of the seconds goes with the column: the absolute correlation, rounded so that equals stay equal."""
+    scale = float(column.std() * seconds.std())
+    shared = float(((column - column.mean()) * (seconds - seconds.mean())).mean())
+    return round(abs(shared) / scale, 9) if scale else 0.0
 
 
 def _collinear(first: Matrix, second: Matrix) -> bool:

@@ -103,15 +103,14 @@ class ReplicaModel:
             return None
         self.fitted = (combined, self.version)
         before = self.latency
+        known = (before.infer, before.train) if before else (None, None)
         own = self.infer.points(lambda sizes: combined or sizes.train == 0)
-        infer = _fit(own, lambda: pooled(peer.infer for peer in peers), before.infer if before else None)
+        infer = _fit(own, lambda: pooled(peer.infer for peer in peers), known[0])
         if isinstance(infer, Refusal):
             return infer
-        train = _fit(
-            self.train.points(), lambda: pooled(peer.train for peer in peers), before.train if before else None
-        )
+        train = _fit(self.train.points(), lambda: pooled(peer.train for peer in peers), known[1])
         if isinstance(train, Refusal):
-            train = before.train if before and before.train else proportional(self.train.points())
+            train = known[1] or proportional(self.train.points())
         traffic = self.traffic
         self.latency = LatencyModel(
             infer,

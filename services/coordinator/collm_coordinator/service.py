@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
@@ -15,7 +16,15 @@ from collm_common.clock import Clock
 from collm_common.errors import MessageError
 from collm_common.latency import LatencyModel
 from collm_common.lease import Lease
-from collm_common.messages import Configure, InferenceReport, JobChanged, StateChanged, TrainReport, UpdateUploaded
+from collm_common.messages import (
+    Configure,
+    InferenceReport,
+    JobChanged,
+    ReplicaChanged,
+    StateChanged,
+    TrainReport,
+    UpdateUploaded,
+)
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
@@ -40,6 +49,11 @@ class Coordinator:
         self._registry = Registry(redis, self.keys)
         self._tail: Tail | None = None
 
+    @property
+    def leads(self) -> bool:
+        """Whether this one holds the lease, as far as it knows."""
+        return self._tail is not None
+
     async def run(self) -> None:
         """Until `stop`. A broker that is away costs only the time it lasts."""
         next_fit_s = self.clock.monotonic()
@@ -55,9 +69,13 @@ class Coordinator:
                     next_fit_s = self.clock.monotonic() + self.settings.fit_s
                     await self._look_around()
             except AWAY as error:
+                # What was missed meanwhile is found again where jobs and states are looked at anew.
                 log.warning("broker away: %s", error)
+                self._tail = None
                 await self.clock.sleep(0.5)
-        await self._lease.release()
+        self._tail = None
+        with contextlib.suppress(*AWAY):
+            await self._lease.release()
 
     async def _lead(self) -> bool:
         if await self._lease.hold() is None:
@@ -65,7 +83,7 @@ class Coordinator:
             return False
         if self._tail is None:
             log.info("leading")
-            self._tail = Tail(self.redis, self.keys.events, self.keys.telemetry)
+            self._tail = Tail(self.redis, self.keys.telemetry, self.keys.events)
             await self._tail.start()
             await self._join_waiting()
         return True
@@ -87,6 +105,8 @@ class Coordinator:
                 await self._settle(message.replica)
             case StateChanged(before=ReplicaState.COMBINED):
                 await self._restore(message.replica, f"{message.after}: {message.reason}")
+            case ReplicaChanged(what="up"):
+                await self._remind(message.replica)
 
     def _model(self, replica: str) -> ReplicaModel:
         return self.models.setdefault(replica, ReplicaModel())
@@ -126,6 +146,7 @@ class Coordinator:
         replicas = await self._registry.replicas()
         for id_ in [id_ for id_ in self.models if id_ not in replicas]:
             del self.models[id_]
+        await self._restore_strays(replicas)
         for info in replicas.values():
             if info.alive and info.id in self.models:
                 await self._refit(info, replicas, settle=False)
@@ -177,9 +198,27 @@ class Coordinator:
         if info is not None and info.state is not ReplicaState.COMBINED:
             await self._configure(replica, BatchSizes(0, info.infer_batch_max), reason)
 
+    async def _restore_strays(self, replicas: Mapping[str, ReplicaInfo]) -> None:
+        """Replicas that left a job while nobody led."""
+        for info in replicas.values():
+            if info.state is ReplicaState.COMBINED:
+                continue
+            known = await latency.load_sizes(self.redis, self.keys, info.id)
+            if known is not None and known.train:
+                await self._configure(info.id, BatchSizes(0, info.infer_batch_max), f"it is {info.state}")
+
+    async def _remind(self, replica: str) -> None:
+        """A new process does not know what its predecessor was told."""
+        known = await latency.load_sizes(self.redis, self.keys, replica)
+        if known is not None:
+            await self._command(replica, known)
+
     async def _configure(self, replica: str, sizes: BatchSizes, reason: str) -> None:
         log.info("%s: B = %d, b = %d: %s", replica, sizes.train, sizes.infer, reason)
         await latency.save_sizes(self.redis, self.keys, replica, sizes, reason)
+        await self._command(replica, sizes)
+
+    async def _command(self, replica: str, sizes: BatchSizes) -> None:
         command = Configure(sizes=sizes)
         key, kind, data = self.keys.control(replica), messages.kind(command), messages.encode(command)
         await streams.append(self.redis, key, kind, "coordinator", data, maxlen=CONTROL_MAXLEN)

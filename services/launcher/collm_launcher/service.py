@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Collection
@@ -77,7 +78,8 @@ class Launcher:
                 self._tail = None
                 await self.clock.sleep(0.5)
         self._tail = None
-        await self._lease.release()
+        with contextlib.suppress(*AWAY):
+            await self._lease.release()
 
     # --- leading
 

@@ -1,0 +1,133 @@
+"""What is known of one replica: traffic, samples, and slopes borrowed from its peers."""
+
+from __future__ import annotations
+
+import pytest
+
+from collm_common.messages import InferenceReport, Iteration, TrainReport
+from collm_common.types import BatchSizes, ReplicaState
+from collm_coordinator.replica_model import ReplicaModel
+
+
+def served(time_s: float = 1.0, cells: tuple[tuple[int, int, float], ...] = (), **counts: float) -> InferenceReport:
+    values: dict[str, object] = {"queue": 0, "prefill_tokens": 0, "output_tokens": 0, "finished": 0, **counts}
+    return InferenceReport(
+        replica="r",
+        state=ReplicaState.SERVING,
+        time_s=time_s,
+        utilisation=0.5,
+        memory_bytes=1,
+        running=1,
+        mean_batch=1,
+        limit=16,
+        train_batch=0,
+        iterations=tuple(Iteration(BatchSizes(train, infer), 5, seconds) for train, infer, seconds in cells),
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def trained(train: int, infer: int, step_s: float, noise_scale: float | None = None) -> TrainReport:
+    return TrainReport(
+        replica="r",
+        job="j",
+        round=1,
+        step=1,
+        time_s=1.0,
+        sizes=BatchSizes(train, infer),
+        step_s=step_s,
+        samples=train,
+        loss=1.0,
+        noise_scale=noise_scale,
+    )
+
+
+SERVING_CELLS = tuple((0, infer, 0.01 + 0.001 * infer) for infer in (1, 2, 4, 8))
+
+
+def model(*steps: tuple[int, int, float]) -> ReplicaModel:
+    made = ReplicaModel()
+    made.observe_inference(served(cells=SERVING_CELLS))
+    for step in steps:
+        made.observe_training(trained(*step))
+    return made
+
+
+def test_traffic_is_averaged_over_requests_and_queueing_follows_littles_law() -> None:
+    """Lengths of a request divided by the number of reports, or a wait that is a queue length."""
+    one = ReplicaModel()
+    for second in range(1, 101):
+        counts = {"queue": 6, "finished": 3, "prefill_tokens": 300, "prefill_s": 0.6, "output_tokens": 60}
+        one.observe_inference(served(float(second), (), **counts))
+    traffic = one.traffic
+    assert traffic.mean_prompt_tokens == pytest.approx(100)
+    assert traffic.mean_output_tokens == pytest.approx(20)
+    assert traffic.prefill_s_per_token == pytest.approx(0.002)
+    assert traffic.queue_s == pytest.approx(2, rel=0.02)
+
+
+def test_without_traffic_nothing_is_claimed() -> None:
+    """A division by nothing before the first request."""
+    traffic = ReplicaModel().traffic
+    assert (traffic.queue_s, traffic.mean_prompt_tokens, traffic.mean_output_tokens) == (0, 0, 1)
+    assert traffic.prefill_s_per_token == 0
+
+
+def test_peers_tell_how_training_time_grows() -> None:
+    """Rounds without any sizes because each replica has only tried one batch itself."""
+    replicas = [model((batch, infer, 0.5 + 0.1 * batch)) for batch, infer in ((1, 8), (2, 6), (4, 8), (6, 7))]
+    assert replicas[0].refit(True, replicas) is None
+    fitted = replicas[0].latency
+    assert fitted is not None
+    assert fitted.micro_step_s(8, 8) == pytest.approx(1.3, rel=0.01)
+
+
+def test_its_own_samples_come_before_those_of_its_peers() -> None:
+    """A slow replica that is given the batch sizes of fast ones."""
+    slow = model(*((batch, infer, 5.0 + batch + 0.01 * infer) for batch in (1, 2, 4) for infer in (2, 8)))
+    fast = model(*((batch, infer, 0.1) for batch in (1, 2, 4) for infer in (2, 8)))
+    slow.refit(True, [slow, fast])
+    assert slow.latency is not None
+    assert slow.latency.micro_step_s(4, 8) == pytest.approx(9.08, rel=0.01)
+
+
+def test_alone_with_one_batch_it_guesses_in_proportion() -> None:
+    """A first round after which nothing is known."""
+    one = model((2, 8, 1.0))
+    one.refit(True, [one])
+    assert one.latency is not None
+    assert one.latency.train is not None
+    assert one.latency.micro_step_s(4, 8) == pytest.approx(2.0)
+    assert not one.latency.train.train_identified
+
+
+def test_nothing_is_fitted_twice_and_a_refusal_keeps_what_was_known() -> None:
+    """Work without news, or a model that is lost to one bad moment."""
+    one = model()
+    assert one.refit(False, [one]) is None
+    before = one.latency
+    assert before is not None
+    assert before.train is None
+    assert one.refit(False, [one]) is None
+    assert one.latency is before
+    assert one.refit(True, [one]) is None
+    empty = ReplicaModel()
+    refusal = empty.refit(True, [empty])
+    assert refusal is not None
+    assert "nothing" in refusal.reason
+
+
+def test_training_beside_does_not_enter_the_serving_model() -> None:
+    """A serving replica that is thought as slow as it was while it trained."""
+    one = model()
+    one.observe_inference(served(cells=tuple((4, infer, 0.1) for infer in (1, 2, 4, 8))))
+    one.refit(False, [one])
+    assert one.latency is not None
+    assert one.latency.iteration_s(0, 4) == pytest.approx(0.014, rel=0.05)
+
+
+def test_noise_scale_and_first_batch_are_kept() -> None:
+    """An efficiency that compares with the present batch, or a noise scale from one infinite estimate."""
+    one = ReplicaModel()
+    for report in (trained(2, 4, 1.0, 30.0), trained(4, 4, 1.0, float("inf")), trained(4, 4, 1.0)):
+        one.observe_training(report)
+    assert (one.first_batch, one.noise_scale) == (2, 30.0)
