@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from redis.asyncio import Redis
 
 from collm_common import latency, messages, streams
+from collm_common.broker import stop_all
+from collm_common.clock import SystemClock
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
 from collm_common.latency import LatencyModel, Line
@@ -19,8 +22,11 @@ from collm_common.streams import AckPolicy, WorkQueue
 from collm_common.types import BatchSizes, ReplicaState, SamplingParams, Slo
 from collm_dispatcher.policy.queue import Waiting
 from collm_dispatcher.release import Mover
+from collm_replica.channel import Ready
+from collm_replica.presence import Presence
 from tests.dispatcher.support import dispatcher, lengths, offer, register, replica
 from tests.replica.support import replies, request
+from tests.replica.support import settings as replica_settings
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
 
@@ -331,3 +337,21 @@ async def test_a_stream_that_is_gone_is_made_again(redis: Redis, keys: Keys) -> 
             return "after" in await finished(redis, keys)
 
         await eventually(done)
+
+
+async def test_a_replica_that_was_declared_gone_and_lives_serves_again(redis: Redis, keys: Keys) -> None:
+    """A supervisor that was held up for longer than its lease never gets another request."""
+    presence = Presence(replica_settings(lease_ttl_s=0.4), redis, SystemClock())
+    await presence.up(Ready(base_digest="", context_tokens=256, infer_batch_max=4, weights=b""), "")
+    async with dispatcher(redis):
+        await offer(redis, keys, request())
+        await eventually(lambda: _is_ready(redis, keys, False))
+        beating = asyncio.create_task(presence.beat())
+        await eventually(lambda: _is_ready(redis, keys, True))
+        await offer(redis, keys, request("q2"))
+        await eventually(lambda: _moved(redis, keys))
+    await stop_all(beating)
+
+
+async def _is_ready(redis: Redis, keys: Keys, wanted: bool) -> bool:
+    return (await Registry(redis, keys).replicas())["r1"].ready is wanted

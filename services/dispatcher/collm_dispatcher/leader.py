@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -146,12 +147,13 @@ class Leader:
         queue = self._backlog.queue
         if self._backlog.slos() != self._paced_for:
             self._set_modes()
-        rooms = await self._rooms()
+        modes = self._modes
+        rooms = await self._rooms(modes)
         free = sum(max(0, room.b - room.in_flight) for room in rooms)
         if free == 0:
             return self.settings.poll_s
         first = queue.first(min(free, BATCH))
-        due = due_s(now, len(queue), free, first[0].deadline_s, self._modes[rooms[0].id], self.settings.hold_s)
+        due = due_s(now, len(queue), free, first[0].deadline_s, modes[rooms[0].id], self.settings.hold_s)
         waited_s = now - min(item.arrival_s for item in first)
         if due > now and waited_s < self.settings.hold_s:
             return min(due - now, self.settings.hold_s - waited_s)
@@ -160,14 +162,14 @@ class Leader:
             shares.setdefault(replica, []).append(index)
         for replica, indices in shares.items():
             items = [first[index] for index in indices]
-            _, settled = await self._mover.release(self.lease.key, token, replica, self._modes[replica].b, items)
+            _, settled = await self._mover.release(self.lease.key, token, replica, modes[replica].b, items)
             for item in items[:settled]:
                 self._backlog.settle(item)
         return self.settings.poll_s
 
-    async def _rooms(self) -> list[Room]:
+    async def _rooms(self, modes: Mapping[str, Mode]) -> list[Room]:
         members = self.cell.members
-        ids = [id_ for id_ in self.plan.carriers if id_ in self._modes]
+        ids = [id_ for id_ in self.plan.carriers if id_ in modes]
         ids = [id_ for id_ in ids if id_ in members and members[id_].takes_requests]
         if not ids:
             return []
@@ -175,7 +177,7 @@ class Leader:
             for id_ in ids:
                 pipe.xlen(self.keys.subflow(id_))
             lengths = await pipe.execute()
-        return [Room(id_, self._modes[id_].b, int(n)) for id_, n in zip(ids, lengths, strict=True)]
+        return [Room(id_, modes[id_].b, int(n)) for id_, n in zip(ids, lengths, strict=True)]
 
     async def _pause(self, seconds: float | None) -> None:
         with suppress(TimeoutError):

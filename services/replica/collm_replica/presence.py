@@ -86,9 +86,13 @@ class Presence:
 
     async def _beat_once(self, info: ReplicaInfo) -> None:
         await self.registry.heartbeat(info.id, info.incarnation, self._settings.lease_ttl_s)
-        if not await self._redis.hexists(self._keys.replica(info.id), "state"):
+        state, ready = await self._redis.hmget(self._keys.replica(info.id), "state", "ready")
+        if state is None:
             log.warning("the registry entry was lost: written again")
             await self._write()
+        elif info.ready and ready != b"1":
+            log.warning("declared gone while it lived: ready again")
+            await self.registry.update(info.id, ready=True)
         if not info.ready:
             await give_up_subflow(self._redis, self._keys, info.id)
 
