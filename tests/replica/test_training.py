@@ -46,6 +46,7 @@ from collm_replica.supervisor import Supervisor
 from tests.replica.support import replies, request, send
 from tests.support.broker import Broker
 from tests.support.models import tiny_model_folder
+from tests.support.scan import assert_not_in_redis
 from tests.support.waiting import eventually
 
 CANARY = "zebra-canary-7741"
@@ -161,7 +162,7 @@ async def test_a_round_from_training_to_the_published_version(
         await eventually(partial(_said, redis, keys, Done))
         assert {str(r.adapter) for r in await replies(redis, keys) if isinstance(r, Delta)} == {"desk@v1"}
         assert await supervisor.digest() == before
-        await _assert_not_in_redis(redis, CANARY.encode())
+        await assert_not_in_redis(redis, CANARY.encode())
     assert list((tmp_path / "collm-r1-snapshots").iterdir()) == []
 
 
@@ -267,22 +268,3 @@ async def _reported(redis: Redis, keys: Keys, holds: Callable[[InferenceReport],
 
 async def _said(redis: Redis, keys: Keys, kind: type) -> bool:
     return any(isinstance(reply, kind) for reply in await replies(redis, keys))
-
-
-async def _assert_not_in_redis(redis: Redis, text: bytes) -> None:
-    """Look into every key of every type."""
-    seen = 0
-    async for key in redis.scan_iter(count=1000):
-        kind = (await redis.type(key)).decode()
-        if kind == "stream":
-            values = [value for _, row in await redis.xrange(key) for value in row.values()]
-        elif kind == "hash":
-            values = list((await redis.hgetall(key)).values())
-        elif kind == "set":
-            values = list(await redis.smembers(key))
-        else:
-            values = [await redis.get(key)]
-        seen += len(values)
-        assert text not in key
-        assert not any(text in value for value in values), key
-    assert seen > 50

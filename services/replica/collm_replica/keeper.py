@@ -64,7 +64,8 @@ class Keeper:
         try:
             await asyncio.wait_for(self.child.process.wait(), within_s)
         except TimeoutError:
-            log.warning("%s did not end within %g s: killed", self.child.module, within_s)
+            if within_s:
+                log.warning("%s did not end within %g s: killed", self.child.module, within_s)
             self.child.kill()
 
     async def _live(self, child: Child) -> str:

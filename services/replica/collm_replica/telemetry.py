@@ -132,5 +132,6 @@ class Window:
 
     def fractions(self, now_s: float) -> tuple[float, float]:
         """(busy fraction, time-averaged running sequences)."""
-        elapsed_s = max(1e-9, now_s - self.start_s)
-        return min(1.0, self.busy_s / elapsed_s), self.sequence_s / elapsed_s
+        # A step that began before the window is accounted for here as a whole.
+        elapsed_s = max(1e-9, now_s - self.start_s, self.busy_s)
+        return self.busy_s / elapsed_s, self.sequence_s / elapsed_s

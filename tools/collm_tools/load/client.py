@@ -119,8 +119,10 @@ async def _follow(
         finish = ""
         async for chunk in events(response.content):
             now_s = time.monotonic() - start_s
+            if not finish:
+                # What follows the finish reason, such as the reference's score, is not part of the answer.
+                record.e2e_s = now_s
             finish = _absorb(chunk, now_s, record) or finish
-            record.e2e_s = now_s
         if record.error:
             return
         if not finish:
