@@ -6,10 +6,10 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from collm_common.broker import connect
-from collm_common.keys import Keys
 from redis.asyncio import Redis
 
+from collm_common.broker import connect
+from collm_common.keys import Keys
 from tests.support.broker import Broker
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

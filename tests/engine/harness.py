@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from collm_common.messages import Delta, Done, Failed, Request, TokenLogprob
 from collm_common.types import AdapterRef, SamplingParams, Slo
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.core import EngineCore
 from collm_replica.engine.engine import Engine
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CONFIG = EngineConfig(
     max_batch=8, block_tokens=4, kv_bytes=2**24, step_tokens=64, slots=3, max_rank=8, context_tokens=128, max_waiting=64

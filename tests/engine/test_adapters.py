@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from collm_common.errors import AdapterError, UnknownModel
 from collm_common.types import AdapterRef
 from collm_replica.engine.adapters import AdapterTable
 from collm_replica.engine.sequence import Pin
-from hypothesis import given
-from hypothesis import strategies as st
 
 V1, V2 = AdapterRef("a", "1"), AdapterRef("a", "2")
 

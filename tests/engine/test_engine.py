@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
 from collm_common.errors import AdapterError, InvalidRequest, ModelError, Overloaded, UnknownModel
 from collm_common.types import AdapterRef
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.engine import Engine
 from collm_replica.engine.sampler import Draw
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
-
 from tests.engine.conftest import Folders
 from tests.engine.harness import CONFIG, Answer, drain, generate, load, make_engine, prompts, publish, request
 from tests.support.models import EOS_ID, VOCAB, byte_tokenizer, random_adapter

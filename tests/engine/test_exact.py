@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from collm_common.types import AdapterRef
 
+from collm_common.types import AdapterRef
 from tests.engine.conftest import Folders
 from tests.engine.harness import CONFIG, drain, generate, load, make_engine, prompts, publish, request, with_adapter
 from tests.support.models import FAMILIES, random_adapter

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+
 from collm_common.types import AdapterRef
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.engine import Engine
 from collm_replica.engine.fake import FakeEngine, echo, learnt, spell
 from collm_replica.engine.protocol import InferenceEngine
-
 from tests.engine.conftest import Folders
 from tests.engine.harness import drain, make_engine, request
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from collm_replica.engine.kv import NULL_BLOCK, BlockPool, block_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+
+from collm_replica.engine.kv import NULL_BLOCK, BlockPool, block_bytes
 
 
 @given(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from collm_common.types import SamplingParams
 from collm_replica.engine.detokenizer import Detokenizer
 from collm_replica.engine.output import Output
 from collm_replica.engine.stops import StopFinder
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support.models import EOS_ID, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from collm_common.types import SamplingParams
-from collm_replica.engine.sampler import Draw, logprob, sample
 from hypothesis import given
 from hypothesis import strategies as st
+
+from collm_common.types import SamplingParams
+from collm_replica.engine.sampler import Draw, logprob, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
 

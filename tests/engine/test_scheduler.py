@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from collm_replica.engine.kv import BlockPool
 from collm_replica.engine.output import Output
 from collm_replica.engine.scheduler import Plan, Scheduler
 from collm_replica.engine.sequence import Sequence, Timings
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.engine.harness import request
 
 

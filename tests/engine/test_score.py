@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from collm_common.errors import InvalidRequest, UnknownModel
 from collm_common.types import AdapterRef
-
 from tests.engine.conftest import Folders
 from tests.engine.harness import CONFIG, drain, load, loss, make_engine, prompts, publish, request, with_adapter
 from tests.support.models import FAMILIES, random_adapter

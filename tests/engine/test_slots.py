@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from collm_common.errors import AdapterError
 from collm_replica.engine.slots import SlotBank
-
 from tests.engine.conftest import Folders
 from tests.engine.harness import load
 from tests.support.models import random_adapter

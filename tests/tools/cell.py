@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from aiohttp import web
+
 from collm_common.messages import (
     AdapterPublished,
     Aggregated,

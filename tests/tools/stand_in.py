@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 from aiohttp import web
+from redis.asyncio import Redis
+
 from collm_common.broker import connection
 from collm_common.keys import Keys
 from collm_common.messages import encode, kind
 from collm_common.registry import Registry
 from collm_common.streams import append
-from redis.asyncio import Redis
-
 from tests.tools import cell
 
 KEYS = Keys()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
 from collm_common.types import Slo
 from collm_dispatcher.ingress import objectives
 from collm_dispatcher.ingress.body import ChatBody, parse
 from collm_tools.load.client import RequestRecord, Target, body
 from collm_tools.load.prompts import Prompt
 from collm_tools.load.runner import Offer, run_load
-
 from tests.support.waiting import eventually
 
 QUESTION = Prompt((("user", "hello"),), "hi")

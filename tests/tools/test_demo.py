@@ -8,6 +8,12 @@ from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import json as msgjson
+from redis.asyncio import Redis
+from rich.console import Console
+
 from collm_common.broker import connection
 from collm_common.errors import CollmError, DataError
 from collm_common.keys import Keys
@@ -26,12 +32,6 @@ from collm_tools.load.client import RequestRecord, Target
 from collm_tools.load.metrics import summarize
 from collm_tools.load.prompts import Prompt, read_prompts
 from collm_tools.load.runner import Offer
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec import json as msgjson
-from redis.asyncio import Redis
-from rich.console import Console
-
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
 from tests.tools import cell

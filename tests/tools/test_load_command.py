@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestServer
+
 from collm_common.errors import CollmError
 from collm_tools.cli import main, parser
 from collm_tools.commands.load import arrivals, slo_of, write_json
-
 from tests.tools import cell
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from collm_common.types import Slo
 from collm_tools.load import metrics
 from collm_tools.load.client import RequestRecord
-from hypothesis import given
-from hypothesis import strategies as st
 
 SLO = Slo(name="s", ttft_s=1.0, tpot_s=0.5, e2e_s=4.0)
 

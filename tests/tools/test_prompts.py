@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from collm_common.errors import DataError
 from collm_tools.load.prompts import Prompt, parse_prompt, random_prompt, read_prompts
 from collm_tools.load.runner import plan

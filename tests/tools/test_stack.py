@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from collm_common.broker import connection
 from collm_common.errors import BrokerError, ModelError, SettingsError
 from collm_common.settings import load
@@ -22,7 +23,6 @@ from collm_tools.stack.model import demo_model, resolve_model, served_name
 from collm_tools.stack.options import StackOptions, service_specs
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
 from collm_tools.stack.stack import Stack
-
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
 

@@ -8,6 +8,9 @@ import time
 
 import pytest
 from aiohttp.test_utils import TestServer
+from redis.asyncio import Redis
+from rich.console import Console
+
 from collm_common.keys import Keys
 from collm_common.messages import encode, kind
 from collm_common.registry import Registry
@@ -18,9 +21,6 @@ from collm_tools.commands.status import watch
 from collm_tools.status.snapshot import figures, take, throughput
 from collm_tools.status.view import render
 from collm_tools.story import event_line
-from redis.asyncio import Redis
-from rich.console import Console
-
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
 from tests.tools import cell

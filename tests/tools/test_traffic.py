@@ -8,11 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from collm_common.errors import DataError
 from collm_tools.load import traces, traffic
 from collm_tools.load.traffic import Arrival
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from collm_tools.cli import main
 from collm_tools.stack.broker import free_port
-
 from tests.tools.stand_in import write_packages
 
 

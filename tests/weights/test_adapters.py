@@ -60,6 +60,20 @@ def test_values_that_are_not_finite_are_refused_by_tensor(tensors: dict[str, tor
         adapters.decode(data, about(data, tensors))
 
 
+def test_a_factor_without_its_partner_is_refused_by_layer(tensors: dict[str, torch.Tensor]) -> None:
+    """Half an adapter, or one whose product does not exist, that fails in the middle of a step."""
+    name = next(name for name in tensors if ".lora_B." in name)
+    layer = name.split(".lora_")[0].replace(".", r"\.")
+    for left in (
+        {key: tensor for key, tensor in tensors.items() if key != name},
+        tensors | {name: tensors[name][:, :2]},
+        tensors | {name.replace("lora_B.weight", "lora_B.bias"): tensors[name]},
+    ):
+        data = adapters.encode(left)
+        with pytest.raises(AdapterError, match=layer):
+            adapters.decode(data, about(data, left))
+
+
 def test_bytes_that_are_no_safetensors_are_refused(tensors: dict[str, torch.Tensor]) -> None:
     """A foreign exception out of a parser."""
     with pytest.raises(AdapterError, match="desk@v3"):

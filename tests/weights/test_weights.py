@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from collm_common.errors import ModelError
@@ -89,8 +90,65 @@ def test_a_half_filled_buffer_is_filled_again(fd: int, tmp_path: Path) -> None:
         weights.attach(fd)
     weights.fill(fd, folder, torch.float32)
     before = weights.digest(weights.attach(fd)[0])
+    (folder / "model.safetensors").unlink()
     weights.fill(fd, folder, torch.float32)
     assert weights.digest(weights.attach(fd)[0]) == before
+
+
+def test_a_buffer_that_was_never_sealed_is_filled_again(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that stay writable for ever because a process was killed just before it sealed them."""
+    folder = tiny_model_folder(tmp_path, "llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "SEALS", 0)
+        weights.fill(fd, folder, torch.float32)
+    with pytest.raises(ModelError, match="not complete"):
+        weights.attach(fd)
+    weights.fill(fd, folder, torch.float32)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", weights.HEADER_BYTES)
+
+
+def test_a_complete_buffer_of_another_dtype_is_refused(fd: int, tmp_path: Path) -> None:
+    """A restart with another dtype that goes on with the old weights."""
+    folder = tiny_model_folder(tmp_path, "llama")
+    weights.fill(fd, folder, torch.float32)
+    with pytest.raises(ModelError, match=r"float32, not torch\.bfloat16"):
+        weights.fill(fd, folder, torch.bfloat16)
+
+
+def test_tensors_that_follow_from_others_are_not_stored(fd: int, tmp_path: Path) -> None:
+    """A tied head that is stored twice, or an older file refused for the rotary buffer that it still carries."""
+    folder = tiny_model_folder(tmp_path, "llama", tie_word_embeddings=True)
+    plain, path = weights.plan(folder, torch.float32), folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, path)
+    assert weights.plan(folder, torch.float32) == plain
+    weights.fill(fd, folder, torch.float32)
+    weights.assemble(skeleton(folder, torch.float32), weights.attach(fd)[0])
+
+
+def test_a_folder_with_another_copy_of_the_weights_is_read_once(fd: int, tmp_path: Path) -> None:
+    """Sharded files, beside which a publisher's own format lies under names that no module has."""
+    folder = tiny_model_folder(tmp_path / "one", "mistral")
+    plain = weights.plan(folder, torch.float32)
+    model = reference(folder)
+    model.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    save_file({"layers.0.attention.wq.weight": torch.ones(8, 8)}, tmp_path / "many" / "consolidated.safetensors")
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 1
+    assert weights.plan(tmp_path / "many", torch.float32) == plain
+    weights.fill(fd, tmp_path / "many", torch.float32)
+    assert weights.digest(weights.attach(fd)[0]) == weights.digest(model.state_dict())
+
+
+def test_device_memory_that_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that dies while it attaches, long after the setting that caused it."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ModelError, match="PYTORCH_CUDA_ALLOC_CONF"):
+        weights.DeviceWeights(tmp_path, torch.float32)
 
 
 def test_the_digest_names_the_weights(tmp_path: Path) -> None:
@@ -114,6 +172,8 @@ def test_a_missing_weight_is_named(fd: int, tmp_path: Path) -> None:
         weights.assemble(skeleton(folder, torch.float32), views)
     with pytest.raises(ModelError, match=r"other\.weight"):
         weights.assemble(skeleton(folder, torch.float32), {**views, "other.weight": torch.zeros(1)})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        weights.assemble(skeleton(folder, torch.float32), {**views, "model.norm.weight": torch.zeros(3)})
 
 
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from collm_common.errors import CollmError
-
 from collm_tools.commands import demo, load, status, up
 
 COMMANDS = (up, demo, status, load)

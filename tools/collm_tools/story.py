@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged, kind
 
 HIDDEN = ("kind", "schema", "time_s")

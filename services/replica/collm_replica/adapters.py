@@ -60,6 +60,7 @@ def decode(data: bytes, about: AdapterManifest) -> dict[str, torch.Tensor]:
         raise AdapterError(f"adapter {about.name}@v{about.version}: {error}") from error
     for name, tensor in tensors.items():
         _check(name, tensor, about)
+    _check_pairs(tensors)
     return tensors
 
 
@@ -71,6 +72,18 @@ def _check(name: str, tensor: torch.Tensor, about: AdapterManifest) -> None:
         raise AdapterError(f"{name} has shape {tuple(tensor.shape)}, over the manifest's rank {about.rank}")
     if not torch.isfinite(tensor).all():
         raise AdapterError(f"{name} has values that are not finite")
+
+
+def _check_pairs(tensors: Tensors) -> None:
+    ranks: dict[str, dict[str, int]] = {}
+    for name, tensor in tensors.items():
+        layer, _, factor = name.partition(".lora_")
+        ranks.setdefault(layer, {})[factor] = tensor.shape[0 if factor == "A.weight" else 1]
+    for layer, found in ranks.items():
+        if set(found) != {"A.weight", "B.weight"}:
+            raise AdapterError(f"{layer} has {sorted(found)}, must have lora_A.weight and lora_B.weight")
+        if len(set(found.values())) > 1:
+            raise AdapterError(f"{layer}: the ranks of A and B differ: {found}")
 
 
 def write_file(path: Path, tensors: Tensors) -> None:

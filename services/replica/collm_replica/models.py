@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve(source: str, cache_dir: str) -> Path:
@@ -43,8 +43,7 @@ def check_supported(folder: Path) -> None:
     except (OSError, json.JSONDecodeError) as error:
         raise ModelError(f"{folder}: no readable config.json: {error}") from error
     architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in SUPPORTED:
-        raise ModelError(f"{folder}: {architectures[0]} is not served; supported: {', '.join(SUPPORTED)}")
+    _check_architecture(folder, architectures[0])
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -69,11 +68,19 @@ def skeleton(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTr
     return model
 
 
+def _check_architecture(source: Path | str, architecture: str) -> None:
+    if architecture not in SUPPORTED:
+        raise ModelError(f"{source}: {architecture} is not served; supported: {', '.join(SUPPORTED)}")
+
+
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
+        check_supported(Path(hf_hub_download(name, "config.json")).parent)
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except ModelError:
+        raise
     except Exception as error:  # the hub client raises a different family with every release
         raise ModelError(f"{name!r} is no local folder or .gguf file, and the hub gave: {error}") from error
 
@@ -102,9 +109,15 @@ def _from_gguf(path: Path, cache: Path) -> Path:
 
 def _convert(path: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    try:
+        kind = AutoConfig.from_pretrained(**where).model_type
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{path} is no GGUF file of a known architecture: {error}") from error
+    _check_architecture(path, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     # A model that was read from GGUF counts as quantized and refuses to be saved: a fresh one takes its weights.
     if hasattr(model.config, "quantization_config"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import math
 import mmap
 import os
@@ -31,6 +32,8 @@ HEADER_BYTES = 1 << 20
 MAGIC = b"collm-weights-1\n"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 HASH_BYTES = 64 << 20
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+HEAD, DERIVED = "lm_head.weight", ".rotary_emb.inv_freq"
 
 _FOLLOWS = ("k_proj", "v_proj", "up_proj")
 _ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -62,9 +65,12 @@ class Manifest(Struct, frozen=True):
 def plan(folder: Path, dtype: torch.dtype) -> Manifest:
     """The layout of a model folder's safetensors, tied tensors once. Raises ModelError without safetensors."""
     shapes: dict[str, tuple[int, ...]] = {}
+    tied = _is_tied(folder)
     for path in _files(folder):
         with safe_open(path, "pt") as file:
-            shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if not (name.endswith(DERIVED) or (tied and name == HEAD)):
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
     size, places = 0, {}
     for name in sorted(shapes, key=_position):
         if not any(f".{part}." in name for part in _FOLLOWS):
@@ -90,9 +96,13 @@ def views(flat: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
 def fill(fd: int, folder: Path, dtype: torch.dtype) -> None:
     """Load a model into an empty or half-filled memfd, then seal it: nobody can write to it any more.
 
-    A memfd that is already complete is left as it is, so a restarted process has its weights at once.
+    A memfd that is already complete is left as it is, so a restarted process has its weights at once, even if the files
+    are gone. The seal is what marks it complete: a process killed before that leaves a buffer that is filled again.
+    Raises ModelError if it is complete with another dtype.
     """
-    if _header(fd) is not None:
+    if (present := _header(fd)) is not None:
+        if present.torch_dtype != dtype:
+            raise ModelError(f"the shared weights are {present.torch_dtype}, not {dtype}")
         return
     manifest = plan(folder, dtype)
     header = msgspec.msgpack.encode(manifest)
@@ -105,9 +115,7 @@ def fill(fd: int, folder: Path, dtype: torch.dtype) -> None:
         _load(folder, views(flat[HEADER_BYTES:], manifest))
         del flat
         memory[len(MAGIC) + 8 : len(MAGIC) + 8 + len(header)] = header
-        memory[len(MAGIC) : len(MAGIC) + 8] = len(header).to_bytes(8, "big")
-        # The magic comes last: a process killed while it loads leaves a buffer that does not count as complete.
-        memory[: len(MAGIC)] = MAGIC
+        memory[: len(MAGIC) + 8] = MAGIC + len(header).to_bytes(8, "big")
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
 
 
@@ -116,7 +124,12 @@ def attach(fd: int) -> tuple[dict[str, torch.Tensor], Manifest]:
     manifest = _header(fd)
     if manifest is None:
         raise ModelError("the weights are not complete")
-    memory = mmap.mmap(fd, HEADER_BYTES + manifest.size, mmap.MAP_SHARED, mmap.PROT_READ)
+    # Before Linux 6.7 a sealed memfd can only be mapped shared through a descriptor that cannot write.
+    reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    try:
+        memory = mmap.mmap(reader, HEADER_BYTES + manifest.size, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(reader)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*non-writable.*")
         flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -124,6 +137,8 @@ def attach(fd: int) -> tuple[dict[str, torch.Tensor], Manifest]:
 
 
 def _header(fd: int) -> Manifest | None:
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+        return None
     start = os.pread(fd, len(MAGIC) + 8, 0)
     if start[: len(MAGIC)] != MAGIC:
         return None
@@ -134,10 +149,16 @@ def _header(fd: int) -> Manifest | None:
 # --- CUDA
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
 class DeviceWeights:
     """A flat buffer in the device memory of this process, which must outlive every process that attached to it."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cuda") -> None:
+        for variable in ALLOCATOR_VARIABLES:
+            if "expandable_segments:true" in os.environ.get(variable, "").lower():
+                raise ModelError(f"{variable}: expandable_segments cannot be shared between processes; turn it off")
         self.manifest = plan(folder, dtype)
         self.flat = torch.empty(self.manifest.size, dtype=torch.uint8, device=device)
         _load(folder, self.views)
@@ -169,9 +190,12 @@ def attach_device(exported: bytes) -> tuple[dict[str, torch.Tensor], Manifest]:
 def assemble(model: PreTrainedModel, weights: Views) -> PreTrainedModel:
     """Put the views into a skeleton: tied weights tied, rotary buffers real, nothing to train, eval mode.
 
-    Raises ModelError if a tensor is missing or left over.
+    Raises ModelError if a tensor is missing, left over or of another shape.
     """
-    result = model.load_state_dict(dict(weights), strict=False, assign=True)
+    try:
+        result = model.load_state_dict(dict(weights), strict=False, assign=True)
+    except RuntimeError as error:
+        raise ModelError(f"weights that do not fit the model's config: {error}") from error
     model.tie_weights()
     if result.unexpected_keys:
         raise ModelError(f"weights that the model does not have: {result.unexpected_keys[:5]}")
@@ -207,14 +231,22 @@ def _load(folder: Path, into: Views) -> None:
     for path in _files(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                into[name].copy_(file.get_tensor(name))
+                if name in into:
+                    into[name].copy_(file.get_tensor(name))
 
 
 def _files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no safetensors files")
-    return files
+    """The files that the index names, or the one file: a folder may hold the same weights in other layouts too."""
+    index = folder / INDEX
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [SINGLE]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder} has no safetensors file {missing[0]}")
+    return [folder / name for name in names]
+
+
+def _is_tied(folder: Path) -> bool:
+    return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False))
 
 
 def _position(name: str) -> tuple[int, int, str]:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from collm_common.broker import connection, stop_all
-from collm_common.errors import CollmError
-from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from collm_common.broker import connection, stop_all
+from collm_common.errors import CollmError
+from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged
 from collm_tools.commands.load import table, write_json
 from collm_tools.commands.types import Subcommands, port, positive
 from collm_tools.demo import plan, timeline

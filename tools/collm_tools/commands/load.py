@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 import msgspec
-from collm_common.errors import CollmError, DataError
-from collm_common.types import Slo
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from collm_common.errors import CollmError, DataError
+from collm_common.types import Slo
 from collm_tools.commands.types import Subcommands, at_least_one, positive
 from collm_tools.load import metrics, picture, traces, traffic
 from collm_tools.load.client import RequestRecord, Target

@@ -8,13 +8,13 @@ import contextlib
 import sys
 
 import msgspec
+from rich.console import Console
+from rich.live import Live
+
 from collm_common.broker import AWAY, connection
 from collm_common.errors import BrokerError
 from collm_common.keys import Keys
 from collm_common.settings import Common
-from rich.console import Console
-from rich.live import Live
-
 from collm_tools.cancelling import check_cancelled
 from collm_tools.commands.types import Subcommands, positive
 from collm_tools.status.snapshot import take

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from collm_common.errors import DataError
-
 from collm_tools.load.prompts import Prompt
 
 TRAIN_PHRASINGS = 4

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collm_common.types import Slo
-
 from collm_tools.demo.corpus import Corpus, build, deal
 from collm_tools.load import traces, traffic
 from collm_tools.load.prompts import read_prompts

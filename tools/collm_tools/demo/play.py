@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
-from collm_common.errors import CollmError
-from collm_common.keys import Keys
-from collm_common.registry import Registry
 from msgspec import Struct, structs
 from redis.asyncio import Redis
 
+from collm_common.errors import CollmError
+from collm_common.keys import Keys
+from collm_common.registry import Registry
 from collm_tools.cancelling import check_cancelled
 from collm_tools.demo import plan
 from collm_tools.demo.corpus import Corpus

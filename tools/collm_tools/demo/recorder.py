@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from redis.asyncio import Redis
+
 from collm_common import messages
 from collm_common.broker import AWAY
 from collm_common.errors import CollmError
 from collm_common.keys import Keys
 from collm_common.messages import Event, InferenceReport, TrainReport
 from collm_common.streams import Tail
-from redis.asyncio import Redis
-
 from collm_tools.cancelling import check_cancelled
 
 LIMIT = 200_000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import Struct
+
 from collm_common.messages import (
     AdapterPublished,
     Aggregated,
@@ -13,8 +15,6 @@ from collm_common.messages import (
     StateChanged,
     UpdateUploaded,
 )
-from msgspec import Struct
-
 from collm_tools.load.metrics import Requests, Summary
 
 MIN_ROUNDS, MIN_CLIENTS, MIN_SNAPSHOTS, MIN_PUBLISHED = 2, 3, 6, 2

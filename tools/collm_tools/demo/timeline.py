@@ -9,7 +9,6 @@ from typing import Any
 
 from collm_common.messages import AdapterPublished, Event, InferenceReport, TrainReport
 from collm_common.types import Slo
-
 from collm_tools.load.client import RequestRecord
 from collm_tools.load.picture import binned
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import aiohttp
-from collm_common.types import Slo
 from msgspec import Struct
 
+from collm_common.types import Slo
 from collm_tools.load.prompts import Prompt
 
 Outcome = Literal["completed", "rejected", "failed"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from collm_common.types import Slo
 from msgspec import Struct
 
+from collm_common.types import Slo
 from collm_tools.load.client import RequestRecord
 
 PERCENTILES = (50, 90, 95, 99)

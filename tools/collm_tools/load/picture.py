@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collm_common.types import Slo
-
 from collm_tools.load.client import RequestRecord
 
 COLOURS = {"completed": "tab:blue", "rejected": "tab:orange", "failed": "tab:red"}

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 
 from collm_common.errors import DataError
-
 from collm_tools.load.traffic import Arrival
 
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from collm_common.broker import AWAY, connect
 from collm_common.errors import BrokerError
-
 from collm_tools.cancelling import check_cancelled
 from collm_tools.stack.service import Service, Spec
 

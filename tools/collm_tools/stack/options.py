@@ -11,7 +11,6 @@ from pathlib import Path
 
 from collm_common.errors import SettingsError
 from collm_common.settings import PREFIX, SERVICES
-
 from collm_tools.stack.service import Spec
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import aiohttp
+
 from collm_common.broker import AWAY, connection
 from collm_common.keys import Keys
 from collm_common.registry import Registry
 from collm_common.settings import Common
-
 from collm_tools.cancelling import check_cancelled
 from collm_tools.stack.broker import broker_spec, free_port, require_free, wait_for_broker
 from collm_tools.stack.model import resolve_model

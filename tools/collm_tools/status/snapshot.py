@@ -7,14 +7,15 @@ import time
 from collections.abc import Iterable, Sequence
 
 import aiohttp
+from msgspec import Struct
+from redis.asyncio import Redis
+
 from collm_common import messages
 from collm_common.keys import Keys
 from collm_common.messages import Event, InferenceReport, JobChanged
 from collm_common.registry import Registry
 from collm_common.streams import parse
 from collm_common.types import ReplicaInfo
-from msgspec import Struct
-from redis.asyncio import Redis
 
 REPORTS = 500
 EVENTS = 500

@@ -6,7 +6,6 @@ from collections import Counter
 
 from collm_common.errors import AdapterError, UnknownModel
 from collm_common.types import AdapterRef
-
 from collm_replica.engine.sequence import Pin
 
 BASE_VERSION = "0"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from collm_common.errors import AdapterError, InternalError
 from collm_common.messages import Delta, Done, Failed, Request
 from collm_common.types import AdapterRef, Quality
-
 from collm_replica.engine import admission
 from collm_replica.engine.adapters import BASE_VERSION, AdapterTable
 from collm_replica.engine.config import EngineConfig

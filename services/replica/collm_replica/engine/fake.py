@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from collm_common.types import AdapterRef
-
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.core import EngineCore
 from collm_replica.engine.protocol import Outcome, Sampled, Scored, Tensors

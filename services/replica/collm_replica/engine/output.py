@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from collm_common.types import SamplingParams
-
 from collm_replica.engine.detokenizer import Detokenizer
 from collm_replica.engine.stops import StopFinder
 

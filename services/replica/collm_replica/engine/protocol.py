@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from collm_common.messages import Delta, Done, Failed, Request, TokenLogprob
 from collm_common.types import AdapterRef, Quality
-
 from collm_replica.engine.sequence import Chunk, Pin
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from collm_common.messages import TokenLogprob
 from collm_common.types import SamplingParams
-from torch import Tensor
 
 _MASK = 2**64 - 1
 

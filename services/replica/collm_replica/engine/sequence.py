@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from collm_common.messages import Done, Request
 from collm_common.types import AdapterRef, Quality
-
 from collm_replica.engine.output import Output
 
 

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
-from collm_common.errors import AdapterError
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from collm_common.errors import AdapterError
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collm_common.errors import ModelError
 from transformers import PreTrainedModel
 
+from collm_common.errors import ModelError
 from collm_replica.engine.config import EngineConfig
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
