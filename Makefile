@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PARTS := libs/common services/dispatcher services/replica services/launcher services/coordinator tools
-CODE := $(PARTS) tests scripts
+CODE := $(PARTS) tests scripts bench
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 POLICY := */policy/*,*/latency_model.py,*/goodput.py,*/solver.py
 

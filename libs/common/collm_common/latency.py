@@ -36,7 +36,7 @@ class Term(Struct, frozen=True):
 
 
 class Line(Struct, frozen=True):
-    """T(B, b) = base_s + per_sequence_s * b + per_train_s * f(B) in seconds (paper section 5.2: c3, c1, c2; a3, a2, a1).
+    """T(B, b) = base_s + per_sequence_s * b + per_train_s * f(B), in seconds (paper section 5.2).
 
     `r2` and `n` say how good the fit is; a slope whose flag is false was not identified by the samples: it is a prior.
     """
