@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -70,7 +71,10 @@ async def whole_stack(tmp_path: Path, env: dict[str, str]) -> AsyncIterator[tupl
         (folder / "private.jsonl").write_text("\n".join(map(json.dumps, rows)))
         folders.append(folder)
     small = {"COLLM_REPLICA_CONTEXT_TOKENS": "512", "COLLM_REPLICA_KV_MB": "32", "COLLM_REPLICA_REPORT_S": "0.2"}
-    small |= {"COLLM_REPLICA_RUN_DIR": str(tmp_path), "COLLM_REPLICA_DEVICE": "cpu"}
+    small |= {
+        "COLLM_REPLICA_RUN_DIR": str(tmp_path),
+        "COLLM_REPLICA_DEVICE": os.environ.get("COLLM_TEST_DEVICE", "cpu"),
+    }
     options = StackOptions(str(model), "tiny", tmp_path / "run", data_dirs=folders, port=0, env={**small, **env})
     async with Stack(options) as stack, connection(stack.redis_url) as redis:
         yield stack, redis
