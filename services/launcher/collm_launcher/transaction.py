@@ -52,7 +52,8 @@ class Transaction:
             case Score(replica, quality):
                 self._pipe.hset(self._keys.replica(replica), "quality", quality)
             case Clean(round_, clients):
-                self._pipe.unlink(*(self._keys.update(self._job.id, round_, client) for client in clients))
+                for client in clients:
+                    self._pipe.unlink(self._keys.update(self._job.id, round_, client))
             case Forget(version):
                 self._pipe.unlink(self._keys.adapter_version(self._job.adapter, version))
             case Publish(version, before, after):

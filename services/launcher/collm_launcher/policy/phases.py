@@ -1,0 +1,175 @@
+"""The phases of a round, each begun by the end of the one before (paper section 4)."""
+
+from __future__ import annotations
+
+from collm_common.messages import Aggregate, Evaluate, JobChanged, LoadAdapter, StopTraining, TrainRound
+from collm_common.types import BatchSizes, ReplicaState
+from collm_launcher.policy.gate import compare, score, stop_early
+from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Send
+
+FIRST_SIZES = BatchSizes(train=1, infer=1)
+
+
+def train_if_formed(job: Job, now: float) -> list[Action]:
+    """Begin once all have joined; too few to start end the job."""
+    if len(job.clients) < job.rules.min_clients:
+        return end(job, now, Phase.FAILED, f"{len(job.clients)} clients, {job.rules.min_clients} are needed to start")
+    return train(job, now) if all(client.joined for client in job.clients.values()) else []
+
+
+def train(job: Job, now: float) -> list[Action]:
+    """The next round; in the first one every client also measures where the job starts."""
+    rules = job.rules
+    job.round += 1
+    job.phase, job.deadline_s = Phase.TRAINING, now + rules.train_s
+    job.uploads = {}
+    actions: list[Action] = [announce(job, now, f"{len(job.clients)} clients from version {job.version}")]
+    for id_, client in job.clients.items():
+        client.expected = True
+        if id_ not in job.measured.get(job.version, {}):
+            actions.append(Send(id_, _evaluation(job, job.version)))
+        command = TrainRound(
+            job=job.id,
+            round=job.round,
+            adapter=job.adapter,
+            start=job.version,
+            sizes=job.sizes.get(id_, FIRST_SIZES),
+            steps=rules.steps,
+            first_step=(job.round - 1) * rules.steps,
+            total_steps=rules.rounds * rules.steps,
+            hyper=rules.hyper,
+            seed=job.seed,
+            deadline_s=job.deadline_s,
+        )
+        actions.append(Send(id_, command))
+    return actions
+
+
+def aggregate_if_complete(job: Job, now: float) -> list[Action]:
+    """Go on once every update that can be expected is there."""
+    waiting = [id_ for id_, client in job.clients.items() if client.expected and id_ not in job.uploads]
+    if waiting or job.phase is not Phase.TRAINING:
+        return []
+    if len(job.uploads) < job.quorum:
+        return discard(job, now, f"{len(job.uploads)} updates, {job.quorum} are needed")
+    job.candidate, job.next_version = job.next_version, job.next_version + 1
+    return aggregate(job, now)
+
+
+def aggregate(job: Job, now: float) -> list[Action]:
+    """Have the server combine what was uploaded."""
+    job.phase, job.deadline_s = Phase.AGGREGATING, now + job.rules.aggregate_s
+    command = Aggregate(
+        job=job.id,
+        round=job.round,
+        adapter=job.adapter,
+        version=job.candidate,
+        parent=job.version,
+        clients=tuple(sorted(job.uploads)),
+        strategy=job.rules.strategy,
+        hyper=job.rules.hyper,
+        deadline_s=job.deadline_s,
+    )
+    return [announce(job, now, f"{len(job.uploads)} updates on {job.server}"), Send(job.server, command)]
+
+
+def another_server(job: Job, now: float) -> list[Action]:
+    """The server cannot: ask the next best client that has not failed yet."""
+    others = [id_ for id_ in job.clients if id_ != job.server]
+    if not others:
+        return discard(job, now, "nobody is left to aggregate")
+    job.clients[job.server].expected = False
+    willing = [id_ for id_ in others if job.clients[id_].expected]
+    if not willing:
+        return discard(job, now, "no client could aggregate")
+    job.server = min(willing, key=lambda id_: (-job.clients[id_].quality, id_))
+    return aggregate(job, now)
+
+
+def evaluate(job: Job, now: float) -> list[Action]:
+    """Have every client measure the candidate on its own data."""
+    job.phase, job.deadline_s = Phase.EVALUATING, now + job.rules.evaluate_s
+    for client in job.clients.values():
+        client.expected = True
+    return [
+        clean(job),
+        announce(job, now, f"candidate version {job.candidate}"),
+        *(Send(id_, _evaluation(job, job.candidate)) for id_ in job.clients),
+    ]
+
+
+def judge_if_complete(job: Job, now: float) -> list[Action]:
+    """Go on once every measurement that can be expected is there."""
+    if job.phase is not Phase.EVALUATING:
+        return []
+    measured = job.measured.get(job.candidate, {})
+    waiting = [id_ for id_, client in job.clients.items() if client.expected and id_ not in measured]
+    return [] if waiting else judge(job, now)
+
+
+def judge(job: Job, now: float) -> list[Action]:
+    """The gate: publish only if held-out cross-entropy is not worse, on the same clients' same data."""
+    before, after = compare(job.measured.get(job.version, {}), job.measured.get(job.candidate, {}))
+    actions: list[Action] = []
+    if before is None or after is None or after > before:
+        job.rejected += 1
+        worse = before is not None and after is not None
+        verdict = f"rejected: {after:.4f} is above {before:.4f}" if worse else "rejected: nobody measured both versions"
+        actions.append(Forget(job.candidate))
+        actions += [Send(id_, LoadAdapter(name=job.adapter, version=job.version)) for id_ in job.clients]
+    else:
+        job.rejected, job.version = 0, job.candidate
+        job.accepted += 1
+        verdict = f"accepted: {after:.4f} after {before:.4f}"
+        actions.append(Publish(job.version, before, after))
+    actions += [announce(job, now, f"version {job.candidate} {verdict}"), *score(job), *stop_early(job)]
+    return [*actions, *_next(job, now)]
+
+
+def _next(job: Job, now: float) -> list[Action]:
+    if not job.clients:
+        return end(job, now, Phase.DONE, "every client has stopped early")
+    if job.rejected >= job.rules.max_rejected:
+        return end(job, now, Phase.DONE, f"{job.rejected} rounds in a row were rejected")
+    if job.round >= job.rules.rounds:
+        return end(job, now, Phase.DONE, f"all {job.round} rounds are done")
+    return train(job, now)
+
+
+def discard(job: Job, now: float, reason: str) -> list[Action]:
+    """The round gave nothing; too many of these in a row end the job."""
+    job.rejected += 1
+    leftovers: list[Action] = [clean(job)]
+    if job.phase is Phase.AGGREGATING:
+        leftovers.append(Forget(job.candidate))
+    stops = [Send(id_, StopTraining(job=job.id)) for id_ in job.clients]
+    return [*leftovers, *stops, announce(job, now, f"round discarded: {reason}"), *_next(job, now)]
+
+
+def end(job: Job, now: float, phase: Phase, reason: str) -> list[Action]:
+    """Let every client go."""
+    waiting = job.phase is Phase.FORMING
+    job.phase = phase
+    actions: list[Action] = []
+    for id_, client in job.clients.items():
+        actions.append(Send(id_, StopTraining(job=job.id)))
+        state = ReplicaState.IDLE if waiting and not client.joined else ReplicaState.COMBINED
+        actions.append(Return(id_, state, f"job {job.id} {phase}: {reason}"))
+    return [*actions, announce(job, now, reason)]
+
+
+def clean(job: Job) -> Clean:
+    """The updates of the round, whoever may have uploaded one."""
+    return Clean(job.round, tuple(sorted(job.uploads.keys() | job.clients.keys())))
+
+
+def _evaluation(job: Job, version: int) -> Evaluate:
+    rules = job.rules
+    return Evaluate(
+        job=job.id, round=job.round, adapter=job.adapter, version=version, hyper=rules.hyper, deadline_s=job.deadline_s
+    )
+
+
+def announce(job: Job, now: float, reason: str) -> Announce:
+    """The job's status, for all to see."""
+    return Announce(JobChanged(job=job.id, status=job.phase.value, round=job.round, reason=reason, time_s=now))
