@@ -23,7 +23,8 @@ from collm_coordinator.samples import Point
 
 MIN_POINTS = 3
 MIN_R2 = 0.2
-FLAT = 0.05
+NEAR = 0.05
+LONGEST_S = 3600.0
 MAX_LEFT_OUT = 32
 MIN_SPREAD = 0.2
 TERMS = (
@@ -43,37 +44,31 @@ class Refusal(Struct, frozen=True):
 
 
 def fit(points: Sequence[Point], prior: Line | None = None) -> Line | Refusal:
-    """The best line through `points`; a slope that they cannot tell is the prior's (0 without one), and flagged so."""
-    usable = [point for point in points if np.isfinite(point.seconds) and point.seconds > 0]
+    """The best line through `points`, its base and slopes not negative.
+
+    A slope that they cannot tell is the prior's (0 without one), and flagged so; it is scaled down where it alone would
+    already explain more seconds than were measured.
+    """
+    usable = [point for point in points if 0 < point.seconds <= LONGEST_S]
     if len(usable) < MIN_POINTS:
         return Refusal(f"{len(usable)} of at least {MIN_POINTS} different (B, b) were measured")
     seconds = np.array([point.seconds for point in usable])
     infer = np.array([float(point.infer) for point in usable])
-    tells_infer = _spread(infer)
-    tells_train = _spread(np.array([float(point.train) for point in usable]))
     prior = prior or Line(0.0)
-    term = _choose_term(usable, tells_infer) if tells_train else prior.term
-    train = np.array([term(point.train) for point in usable])
-    if tells_infer and tells_train and (len(usable) <= MIN_POINTS or _collinear(infer, train)):
-        tells_train = _strength(train, seconds) > _strength(infer, seconds)
-        tells_infer = not tells_train
-        term = term if tells_train else prior.term
-        train = np.array([term(point.train) for point in usable])
-    known = np.zeros_like(seconds)
-    if not tells_infer:
-        known = known + prior.per_sequence_s * infer
-    if not tells_train:
-        known = known + prior.per_train_s * train
-    columns = [column for column, told in ((infer, tells_infer), (train, tells_train)) if told]
-    base, slopes = _best_subset(seconds - known, columns)
+    told = _told(usable, seconds, infer, prior)
+    train = np.array([told.term(point.train) for point in usable])
+    known = (0.0 if told.infer else prior.per_sequence_s) * infer + (0.0 if told.train else prior.per_train_s) * train
+    share = _affordable_share(known, seconds)
+    columns = [column for column, tells in ((infer, told.infer), (train, told.train)) if tells]
+    base, slopes = _best_subset(seconds - share * known, columns)
     line = Line(
         base_s=base,
-        per_sequence_s=slopes.pop(0) if tells_infer else prior.per_sequence_s,
-        per_train_s=slopes.pop(0) if tells_train else prior.per_train_s,
-        term=term,
+        per_sequence_s=slopes.pop(0) if told.infer else share * prior.per_sequence_s,
+        per_train_s=slopes.pop(0) if told.train else share * prior.per_train_s,
+        term=told.term,
         n=len(usable),
-        sequence_identified=tells_infer,
-        train_identified=tells_train,
+        sequence_identified=told.infer,
+        train_identified=told.train,
     )
     return _judge(line, usable, seconds)
 
@@ -86,19 +81,50 @@ def proportional(points: Sequence[Point]) -> Line | Refusal:
     return Line(0.0, per_train_s=median(rates), n=len(rates))
 
 
+class _Told(Struct, frozen=True):
+    """Which slopes the points identify, and the f(B) to use."""
+
+    infer: bool
+    train: bool
+    term: Term
+
+
+def _told(points: Sequence[Point], seconds: Matrix, infer: Matrix, prior: Line) -> _Told:
+    """Range first, then rank and number of points; where these allow one slope only, the stronger one is kept."""
+    tells_infer = _spread(infer)
+    if not _spread(np.array([float(point.train) for point in points])):
+        return _Told(tells_infer, False, prior.term)
+    term = _choose_term(points, tells_infer)
+    train = np.array([term(point.train) for point in points])
+    if not tells_infer or (len(points) > MIN_POINTS and not _collinear(infer, train)):
+        return _Told(tells_infer, True, term)
+    stronger = _strength(train, seconds) > _strength(infer, seconds)
+    return _Told(not stronger, stronger, term if stronger else prior.term)
+
+
+def _affordable_share(known: Matrix, seconds: Matrix) -> float:
+    """At most 1: how much of what the prior explains fits into what was measured."""
+    some = known > 0
+    return min(1.0, float(np.median(seconds[some] / known[some]))) if some.any() else 1.0
+
+
 def _spread(values: Matrix) -> bool:
     """Whether values differ by more than noise could make up for."""
     return bool(values.max() - values.min() >= max(1.0, MIN_SPREAD * values.max()))
 
 
 def _judge(line: Line, points: Sequence[Point], seconds: Matrix) -> Line | Refusal:
-    """With its R2; refused if it explains little of a real variation, or is not a duration at all."""
+    """With its R2; refused if it is no duration, or if it explains little and most points are not near it either.
+
+    A flat law has an R2 of about 0 however well it fits, and so has a good line with one wild point.
+    """
     predicted = np.array([line.predict(point.train, point.infer) for point in points])
+    if predicted.min() <= 0:
+        return Refusal(f"the fit predicts {predicted.min():.4g} s")
     variation = float(((seconds - seconds.mean()) ** 2).sum())
     r2 = 1 - float(((seconds - predicted) ** 2).sum()) / variation if variation > 0 else 1.0
-    if not np.isfinite(predicted).all() or predicted.min() <= 0:
-        return Refusal(f"the fit predicts {predicted.min():.4g} s")
-    if r2 < MIN_R2 and seconds.std() > FLAT * seconds.mean():
+    off = float(np.median(np.abs(seconds / predicted - 1)))
+    if r2 < MIN_R2 and off > NEAR:
         return Refusal(f"R2 is {r2:.2f}, at least {MIN_R2} is needed")
     return msgspec.structs.replace(line, r2=r2)
 
@@ -125,13 +151,18 @@ def _row(term: Term, point: Point, tells_infer: bool) -> list[float]:
 
 
 def _best_subset(seconds: Matrix, columns: Sequence[Matrix]) -> tuple[float, list[float]]:
-    """(base, slope of each column): of all subsets of columns, the best fit whose slopes are not negative."""
+    """(base, slope of each column): of all subsets of columns, the best fit in which nothing is negative.
+
+    A negative base is a duration of nothing at small batches, which a solver would take for endless throughput.
+    """
     best: tuple[float, float, list[float]] | None = None
     for used in itertools.product((True, False), repeat=len(columns)):
         chosen = [column for column, use in zip(columns, used, strict=True) if use]
         matrix = np.column_stack([np.ones_like(seconds), *chosen])
         coefficients = _robust(seconds, matrix)
-        if (coefficients[1:] < 0).any():
+        if coefficients[0] < 0:
+            coefficients = np.array([0.0, *(_robust(seconds, matrix[:, 1:]) if chosen else ())])
+        if (coefficients < 0).any():
             continue
         error = float(np.abs(seconds - matrix @ coefficients).mean()) * (1 + 1e-3 * len(chosen))
         slopes = iter(coefficients[1:])

@@ -148,6 +148,9 @@ class Coordinator:
             del self.models[id_]
         await self._restore_strays(replicas)
         for info in replicas.values():
+            # Fits take milliseconds each: with many replicas the lease would run out meanwhile.
+            if await self._lease.hold() is None:
+                return
             if info.alive and info.id in self.models:
                 await self._refit(info, replicas, settle=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -32,7 +32,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
 
     rounds: AtLeastOne = 3
     steps: AtLeastOne = 50
-    strategy: str = "fedavg"
+    strategy: Literal["fedavg", "product"] = "fedavg"
     quorum: AtLeastOne = 2
     min_clients: AtLeastOne = 3
     form_s: Positive = 30.0
