@@ -31,12 +31,12 @@ class Local(Struct, frozen=True, tag_field="kind", kw_only=True):
 
 
 class Ready(Local, frozen=True, kw_only=True, tag="ready"):
-    """The child has done its first real step. `weights` attaches another process to device memory (b"" on CPU)."""
+    """The child has done its first real step. `on_device`: the weights live in device memory that dies with it."""
 
     base_digest: str = ""
     context_tokens: int = 0
     infer_batch_max: int = 0
-    weights: bytes = b""
+    on_device: bool = False
 
 
 class Alive(Local, frozen=True, kw_only=True, tag="alive"):
@@ -77,6 +77,16 @@ class Drain(Local, frozen=True, kw_only=True, tag="drain"):
     """Take nothing new, finish what runs, then exit."""
 
 
+class ExportRequest(Local, frozen=True, kw_only=True, tag="export_request"):
+    """Export the weights in device memory once more: each consumer needs an export of its own."""
+
+
+class ExportReply(Local, frozen=True, kw_only=True, tag="export_reply"):
+    """The export, for `Attach`."""
+
+    weights: bytes
+
+
 class DigestRequest(Local, frozen=True, kw_only=True, tag="digest_request"):
     """Hash the base weights as they are now."""
 
@@ -93,6 +103,7 @@ ToChild = (
     | Training
     | Drain
     | DigestRequest
+    | ExportRequest
     | Cancel
     | Configure
     | LoadAdapter
@@ -103,7 +114,7 @@ ToChild = (
     | ResumeTraining
     | StopTraining
 )
-ToSupervisor = Ready | Alive | Snapshot | Training | Finished | DigestReply
+ToSupervisor = Ready | Alive | Snapshot | Training | Finished | DigestReply | ExportReply
 AnyLocal = ToChild | ToSupervisor
 
 _encoder = msgspec.msgpack.Encoder()

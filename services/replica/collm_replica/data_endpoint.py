@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from collm_common.errors import DataError
+from collm_common.errors import DataError, ModelError
 
 UPLOADS = "uploads"
 
@@ -54,7 +54,10 @@ class DataEndpoint:
         return web.json_response({"samples": count})
 
     async def _get_digest(self, _: web.Request) -> web.Response:
-        return web.json_response({"digest": await self._digest()})
+        try:
+            return web.json_response({"digest": await self._digest()})
+        except (ModelError, TimeoutError) as error:
+            return _refuse(503, f"no digest: {error}", "")
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -21,7 +21,18 @@ from collm_common.messages import Cancel, Configure, LoadAdapter, Request
 from collm_common.settings import load
 from collm_common.types import SamplingParams, Slo
 from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
-from collm_replica.channel import Alive, Channel, DigestReply, DigestRequest, Drain, Ready, Snapshot, Training
+from collm_replica.channel import (
+    Alive,
+    Channel,
+    DigestReply,
+    DigestRequest,
+    Drain,
+    ExportReply,
+    ExportRequest,
+    Ready,
+    Snapshot,
+    Training,
+)
 from collm_replica.child import die_with_parent
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.protocol import InferenceEngine, Tensors
@@ -35,12 +46,12 @@ ALIVE_S = 0.5
 
 
 class Loadout(Struct):
-    """What serves: an engine, its weights' digest (also afresh), how to attach to them, and how adapters are read."""
+    """What serves: an engine, its weights' digest, their export (None on a CPU), and how adapters are read."""
 
     engine: InferenceEngine
     utilisation: Utilisation
     digest: Callable[[], str]
-    export: bytes
+    export: Callable[[], bytes] | None
     decode: Decode
     read_file: Callable[[Path], Tensors]
 
@@ -64,7 +75,7 @@ def fake(settings: ReplicaSettings) -> Loadout:
     from collm_replica.engine.fake import FakeEngine
 
     engine = FakeEngine(engine_config(settings), iteration_s=lambda sequences, tokens: settings.fake_step_s)
-    return Loadout(engine, CpuUtilisation(), lambda: "fake", b"", lambda data, manifest: {}, lambda path: {})
+    return Loadout(engine, CpuUtilisation(), lambda: "fake", None, lambda data, manifest: {}, lambda path: {})
 
 
 def warm_up(engine: InferenceEngine) -> None:
@@ -103,6 +114,8 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
                 serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
             case DigestRequest():
                 await channel.send(DigestReply(digest=await asyncio.to_thread(loadout.digest)))
+            case ExportRequest() if loadout.export is not None:
+                await channel.send(ExportReply(weights=loadout.export()))
             case Drain():
                 serving.drain()
             case _:
@@ -138,7 +151,7 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
             base_digest=digest,
             context_tokens=settings.context_tokens,
             infer_batch_max=settings.max_batch,
-            weights=loadout.export,
+            on_device=loadout.export is not None,
         )
         await channel.send(ready)
         tasks = [asyncio.create_task(coro) for coro in (listen(channel, serving, loadout), say_alive(channel, serving))]

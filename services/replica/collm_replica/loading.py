@@ -45,10 +45,10 @@ def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
     if device == "cpu":
         weights.fill(weights_fd, folder, dtype)
         views, _ = weights.attach(weights_fd)
-        export = b""
+        export = None
     else:
         owner = weights.DeviceWeights(folder, dtype)
-        views, export = owner.views, owner.export()
+        views, export = owner.views, owner.export
     model = weights.assemble(skeleton(folder, dtype), views)
     engine = Engine(model, load_tokenizer(folder), engine_config(settings))
     return Loadout(

@@ -10,13 +10,14 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from redis.asyncio import Redis
 
 from collm_common import messages
 from collm_common.broker import AWAY, patiently, stop_all
 from collm_common.clock import Clock
-from collm_common.errors import MessageError
+from collm_common.errors import MessageError, ModelError
 from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TaskFailed, TrainRound
 from collm_common.streams import Tail
 from collm_replica.channel import (
@@ -25,6 +26,8 @@ from collm_replica.channel import (
     DigestReply,
     DigestRequest,
     Drain,
+    ExportReply,
+    ExportRequest,
     Finished,
     Ready,
     Snapshot,
@@ -39,6 +42,8 @@ from collm_replica.settings import ReplicaSettings
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Supervisor:
     """Runs until `stop` is set, then drains. Raises ModelError when a child fails more often than allowed."""
@@ -51,11 +56,12 @@ class Supervisor:
         self._data_url = ""
         self._weights_fd = os.memfd_create(f"collm-{settings.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._weights_ready = asyncio.Event()
-        self._weights = b""
+        self._on_device = False
         self._inference = Keeper(settings, clock, self._spawn_inference, self._inference_ready, self._inference_died)
         self._training = Keeper(settings, clock, self._spawn_training, self._training_ready, self._training_died)
         self._tasks: dict[str, TrainRound | Aggregate | Evaluate] = {}
         self._digests: list[asyncio.Future[str]] = []
+        self._exports: list[asyncio.Future[bytes]] = []
 
     async def run(self) -> None:
         """On the way out every request is finished or given back, and the registry entry is gone."""
@@ -139,12 +145,17 @@ class Supervisor:
         return Child("collm_replica.inference", [self._weights_fd], self._from_inference, self.clock)
 
     async def _inference_ready(self, ready: Ready) -> None:
-        self._weights = ready.weights
+        self._on_device = ready.on_device
         self._weights_ready.set()
         await self.presence.up(ready, self._data_url)
 
     async def _inference_died(self, why: str) -> None:
-        if self._weights:
+        for waiting in (*self._digests, *self._exports):
+            if not waiting.done():
+                waiting.set_exception(ModelError(f"the inference process died: {why}"))
+        self._digests.clear()
+        self._exports.clear()
+        if self._on_device:
             # Device memory died with its owner: whoever had it mapped must start anew.
             self._weights_ready.clear()
             if self._training.child is not None:
@@ -152,18 +163,32 @@ class Supervisor:
         await self.presence.down(why)
 
     async def _from_inference(self, message: AnyLocal) -> None:
-        if isinstance(message, DigestReply):
-            for waiting in self._digests:
-                if not waiting.done():
-                    waiting.set_result(message.digest)
-            self._digests.clear()
+        match message:
+            case DigestReply():
+                _resolve(self._digests, message.digest)
+            case ExportReply():
+                _resolve(self._exports, message.weights)
+            case _:
+                pass
 
     # --- the fine-tuning process
 
     async def _spawn_training(self) -> Child:
-        await self._weights_ready.wait()
-        fds, attach = [self._weights_fd], Attach(weights=self._weights)
+        while True:
+            await self._weights_ready.wait()
+            try:
+                attach = Attach(weights=await self._export() if self._on_device else b"")
+                break
+            except ModelError as error:
+                log.warning("no export of the weights yet: %s", error)
+        fds = [self._weights_fd]
         return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach)
+
+    async def _export(self) -> bytes:
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._exports.append(reply)
+        await self._inference.send(ExportRequest())
+        return await asyncio.wait_for(reply, self.settings.start_timeout_s)
 
     async def _training_ready(self, _: Ready) -> None:
         log.info("the fine-tuning process is ready")
@@ -191,3 +216,10 @@ class Supervisor:
                 self._tasks.pop(message.task, None)
             case _:
                 pass
+
+
+def _resolve(waiting: list[asyncio.Future[T]], value: T) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(value)
+    waiting.clear()

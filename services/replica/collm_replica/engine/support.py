@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from collm_common.errors import ModelError
 from collm_replica.engine.config import EngineConfig
+from collm_replica.models import SUPPORTED
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
