@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -136,10 +137,70 @@ def test_bad_fits_are_refused_with_the_figure() -> None:
     refusal = fit(noise)
     assert isinstance(refusal, Refusal)
     assert "R2" in refusal.reason
-    falling = fit([Point(1, b, 0.1) for b in (1, 2, 4)], Line(0.0, per_train_s=9.0))
-    assert isinstance(falling, Line), "a prior that is too high shifts the base"
     constant = fitted([Point(0, b, 0.5) for b in (1, 2, 4, 8)])
     assert constant.predict(0, 64) == pytest.approx(0.5, rel=0.01)
+
+
+def test_one_wild_point_does_not_refuse_a_line_that_all_others_are_on() -> None:
+    """A replica without any model for as long as one bad cell stays in its grid."""
+    law = Line(0.01)
+    points = [*sampled(law.predict, [(0, b) for b in range(1, 9)]), Point(0, 16, 1.0)]
+    assert fitted(points).predict(0, 4) == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_prior_that_explains_too_much_is_scaled_down() -> None:
+    """A slope borrowed from slower replicas, met by a base far below zero: nothing would cost time without training."""
+    line = fitted([Point(1, b, 0.1) for b in (1, 2, 4)], Line(0.0, per_train_s=9.0))
+    assert line.base_s >= 0
+    assert line.predict(1, 4) == pytest.approx(0.1)
+    assert not line.train_identified
+
+
+@pytest.mark.parametrize("power", [1.3, 1.6, 2.0])
+def test_time_that_grows_faster_than_the_batch_leaves_no_free_batches(power: float) -> None:
+    """A base below zero: a small batch takes no time, and its throughput has no end."""
+    line = fitted(
+        sampled(lambda train, infer: 0.02 * train**power + 1e-4 * infer, [(b, i) for b in (2, 4, 8) for i in (4, 8)])
+    )
+    rates = [batch / line.predict(batch, 4) for batch in range(1, 9)]
+    assert line.base_s >= 0
+    assert max(rates) <= 1 / 0.02
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(5e-3, 0.1), st.floats(1e-4, 1e-2), st.floats(1e-4, 1e-2), st.data())
+def test_a_few_wild_points_do_not_move_the_law(base: float, sequence: float, train: float, data: st.DataObject) -> None:
+    """Hiccups of a shared machine that become a model."""
+    law = Line(base, sequence, train)
+    wild = data.draw(st.sets(st.integers(0, len(GRID) - 1), max_size=3))
+    factor = data.draw(st.floats(2, 10))
+    points = [Point(*cell, law.predict(*cell) * (factor if number in wild else 1)) for number, cell in enumerate(GRID)]
+    line = fitted(points)
+    errors = sorted(abs(line.predict(*cell) / law.predict(*cell) - 1) for cell in GRID)
+    assert errors[len(errors) // 2] < 0.15
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_order_of_the_samples_does_not_matter(data: st.DataObject) -> None:
+    """A model that jumps because a cell was measured again."""
+    cells = st.tuples(st.integers(0, 8), st.integers(1, 32))
+    durations = data.draw(st.dictionaries(cells, st.floats(1e-3, 0.1), min_size=3, max_size=14))
+    points = [Point(*cell, seconds) for cell, seconds in durations.items()]
+    first, second = fit(points), fit(data.draw(st.permutations(points)))
+    assert type(first) is type(second)
+    if isinstance(first, Line) and isinstance(second, Line):
+        for cell in durations:
+            assert first.predict(*cell) == pytest.approx(second.predict(*cell), rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.tuples(st.integers(0, 64), st.integers(1, 512)), st.floats(min_value=0), max_size=12))
+def test_absurd_durations_neither_crash_nor_reach_the_model(durations: dict[tuple[int, int], float]) -> None:
+    """One clock that jumped: an R2 that is not a number, which no reader can load."""
+    line = fit([Point(*cell, seconds) for cell, seconds in durations.items()])
+    if isinstance(line, Line):
+        assert all(math.isfinite(value) for value in (line.base_s, line.per_sequence_s, line.per_train_s, line.r2))
 
 
 def test_a_first_guess_is_proportional_to_the_batch() -> None:

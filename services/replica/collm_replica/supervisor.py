@@ -10,7 +10,7 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
@@ -150,9 +150,10 @@ class Supervisor:
         await self.presence.up(ready, self._data_url)
 
     async def _inference_died(self, why: str) -> None:
-        for waiting in (*self._digests, *self._exports):
-            if not waiting.done():
-                waiting.set_exception(ModelError(f"the inference process died: {why}"))
+        waiting: list[asyncio.Future[Any]] = [*self._digests, *self._exports]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(ModelError(f"the inference process died: {why}"))
         self._digests.clear()
         self._exports.clear()
         if self._on_device:
