@@ -24,9 +24,12 @@ from collm_coordinator.samples import Point
 MIN_POINTS = 3
 MIN_R2 = 0.2
 NEAR = 0.05
+WILD = 6.0
+MIN_TAME = 0.75
 LONGEST_S = 3600.0
 MAX_LEFT_OUT = 32
 MIN_SPREAD = 0.2
+NNLS_STEPS = 1000
 TERMS = (
     Term("B"),
     Term("log2(1+B)"),
@@ -114,19 +117,24 @@ def _spread(values: Matrix) -> bool:
 
 
 def _judge(line: Line, points: Sequence[Point], seconds: Matrix) -> Line | Refusal:
-    """With its R2; refused if it is no duration, or if it explains little and most points are not near it either.
+    """With its R2, wild points aside; refused if it is no duration, or explains little and most points are not near.
 
-    A flat law has an R2 of about 0 however well it fits, and so has a good line with one wild point.
+    A flat law has an R2 of about 0 however well it fits.
     """
     predicted = np.array([line.predict(point.train, point.infer) for point in points])
     if predicted.min() <= 0:
         return Refusal(f"the fit predicts {predicted.min():.4g} s")
-    variation = float(((seconds - seconds.mean()) ** 2).sum())
-    r2 = 1 - float(((seconds - predicted) ** 2).sum()) / variation if variation > 0 else 1.0
-    off = float(np.median(np.abs(seconds / predicted - 1)))
-    if r2 < MIN_R2 and off > NEAR:
+    off = np.abs(seconds / predicted - 1)
+    tame = off <= max(NEAR, WILD * float(np.median(off)), float(np.quantile(off, MIN_TAME)))
+    r2 = _r2(seconds[tame], predicted[tame])
+    if r2 < MIN_R2 and np.median(off) > NEAR:
         return Refusal(f"R2 is {r2:.2f}, at least {MIN_R2} is needed")
     return msgspec.structs.replace(line, r2=r2)
+
+
+def _r2(seconds: Matrix, predicted: Matrix) -> float:
+    variation = float(((seconds - seconds.mean()) ** 2).sum())
+    return 1 - float(((seconds - predicted) ** 2).sum()) / variation if variation > 0 else 1.0
 
 
 def _choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
@@ -139,7 +147,7 @@ def _choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
         total = 0.0
         for point in left_out:
             others = np.array([other is not point for other in points])
-            coefficients, _ = nnls(rows[others], seconds[others])
+            coefficients, _ = nnls(rows[others], seconds[others], maxiter=NNLS_STEPS)
             total += abs(float(np.array(_row(term, point, tells_infer)) @ coefficients) - point.seconds)
         errors.append(total)
     best = min(errors)
