@@ -129,6 +129,31 @@ async def test_a_job_that_began_while_nobody_led_is_found(redis: Redis, keys: Ke
         await eventually(partial(_states_are, redis, keys, ["combined"]))
 
 
+async def test_a_job_whose_event_was_damaged_is_found(redis: Redis, keys: Keys) -> None:
+    """A job that waits for ever for one lost message."""
+    await register(redis, keys, ReplicaState.IDLE, "r1")
+    async with running(redis):
+        await redis.xadd(keys.events, streams.fields("job_changed", "j", b"garbage"))
+        await redis.hset(keys.job("j"), mapping={"status": "forming", "clients": "r1"})
+        await redis.sadd(keys.jobs, "j")
+        await eventually(partial(_states_are, redis, keys, ["combined"]))
+
+
+async def test_damaged_sizes_are_replaced_by_the_next_choice(redis: Redis, keys: Keys) -> None:
+    """A value edited by hand that ends the coordinator whenever it looks at it."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    await redis.hset(keys.config("r1"), mapping={"train": "many", "infer": "1"})
+    cells = [(train, infer, 0.02 + 0.01 * (infer + train)) for train in (0, 1, 2) for infer in (1, 2, 4)]
+    async with running(redis, min_infer_share=0.0):
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
+        for train in (1, 2, 4):
+            await say(redis, keys.telemetry, training(train, 4, 0.5 + 0.1 * train))
+        await eventually(partial(_was_told_something, redis, keys))
+        chosen = await latency.load_sizes(redis, keys, "r1")
+        assert chosen is not None
+        assert chosen.train + chosen.infer <= 8
+
+
 async def test_samples_become_a_model_and_batch_sizes_that_keep_the_slo(redis: Redis, keys: Keys) -> None:
     """Telemetry that changes nothing, or sizes that break the SLO which they were chosen for.
 
@@ -272,6 +297,10 @@ async def _sizes_are_not(redis: Redis, keys: Keys, other: BatchSizes) -> bool:
 
 async def _was_told(redis: Redis, keys: Keys, expected: BatchSizes) -> bool:
     return expected in await commands(redis, keys, "r1")
+
+
+async def _was_told_something(redis: Redis, keys: Keys) -> bool:
+    return bool(await commands(redis, keys, "r1"))
 
 
 async def _has_sizes(redis: Redis, keys: Keys) -> bool:

@@ -114,7 +114,7 @@ class Coordinator:
     # --- jobs
 
     async def _join_waiting(self) -> None:
-        """Jobs that began to form while nobody led."""
+        """Jobs whose event nobody could hear: nobody led, or the entry was damaged."""
         for name in await self.redis.smembers(self.keys.jobs):
             await self._join(name.decode())
 
@@ -142,11 +142,12 @@ class Coordinator:
     # --- fits
 
     async def _look_around(self) -> None:
-        """Fit whoever has new samples; forget replicas that are gone."""
+        """Fit whoever has new samples, forget replicas that are gone, and act on what no event told."""
         replicas = await self._registry.replicas()
         for id_ in [id_ for id_ in self.models if id_ not in replicas]:
             del self.models[id_]
         await self._restore_strays(replicas)
+        await self._join_waiting()
         for info in replicas.values():
             # Fits take milliseconds each: with many replicas the lease would run out meanwhile.
             if await self._lease.hold() is None:
@@ -176,7 +177,7 @@ class Coordinator:
 
     async def _choose(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel, settle: bool) -> None:
         """New sizes between two rounds; inside one only if the present ones do not keep the SLO."""
-        known = await latency.load_sizes(self.redis, self.keys, info.id)
+        known = await self._sizes(info.id)
         if not settle and known is not None and keeps_slo(fitted, known, self._demand(model)):
             return
         choice = self.choice(info, model, fitted)
@@ -196,6 +197,14 @@ class Coordinator:
 
     # --- configurations
 
+    async def _sizes(self, replica: str) -> BatchSizes | None:
+        """What was chosen last; damaged fields count as none, and are replaced by the next choice."""
+        try:
+            return await latency.load_sizes(self.redis, self.keys, replica)
+        except MessageError as error:
+            log.error("%s: %s", replica, error)
+            return None
+
     async def _restore(self, replica: str, reason: str) -> None:
         info = (await self._registry.replicas()).get(replica)
         if info is not None and info.state is not ReplicaState.COMBINED:
@@ -206,13 +215,13 @@ class Coordinator:
         for info in replicas.values():
             if info.state is ReplicaState.COMBINED:
                 continue
-            known = await latency.load_sizes(self.redis, self.keys, info.id)
+            known = await self._sizes(info.id)
             if known is not None and known.train:
                 await self._configure(info.id, BatchSizes(0, info.infer_batch_max), f"it is {info.state}")
 
     async def _remind(self, replica: str) -> None:
         """A new process does not know what its predecessor was told."""
-        known = await latency.load_sizes(self.redis, self.keys, replica)
+        known = await self._sizes(replica)
         if known is not None:
             await self._command(replica, known)
 
