@@ -55,3 +55,9 @@ async def test_damaged_fields_are_named(redis: Redis, keys: Keys) -> None:
     await redis.hset(keys.config("r1"), mapping={"train": "many", "infer": "1"})
     with pytest.raises(MessageError, match="train"):
         await latency.load_sizes(redis, keys, "r1")
+    await redis.hset(keys.config("r1"), mapping={"train": b"\xff", "infer": "1"})
+    with pytest.raises(MessageError, match="batch sizes"):
+        await latency.load_sizes(redis, keys, "r1")
+    await redis.hset(keys.latency("r1"), b"\xff", "1")
+    with pytest.raises(MessageError, match="latency model"):
+        await latency.load(redis, keys, "r1")

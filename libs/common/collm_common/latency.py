@@ -93,7 +93,7 @@ def from_hash(row: dict[bytes, bytes]) -> LatencyModel:
     try:
         parts = {k.decode(): msgspec.json.decode(v) for k, v in row.items()}
         return msgspec.convert(parts, LatencyModel)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MessageError(f"latency model: {error}") from error
 
 
@@ -122,7 +122,7 @@ def sizes_from_hash(row: dict[bytes, bytes]) -> BatchSizes | None:
         return msgspec.convert(
             {"train": row[b"train"].decode(), "infer": row[b"infer"].decode()}, BatchSizes, strict=False
         )
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeDecodeError) as error:
         raise MessageError(f"batch sizes: {error}") from error
 
 
