@@ -342,7 +342,7 @@ async def test_a_stream_that_is_gone_is_made_again(redis: Redis, keys: Keys) -> 
 async def test_a_replica_that_was_declared_gone_and_lives_serves_again(redis: Redis, keys: Keys) -> None:
     """A supervisor that was held up for longer than its lease never gets another request."""
     presence = Presence(replica_settings(lease_ttl_s=0.4), redis, SystemClock())
-    await presence.up(Ready(base_digest="", context_tokens=256, infer_batch_max=4, weights=b""), "")
+    await presence.up(Ready(base_digest="", context_tokens=256, infer_batch_max=4), "")
     async with dispatcher(redis):
         await offer(redis, keys, request())
         await eventually(lambda: _is_ready(redis, keys, False))

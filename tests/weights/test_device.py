@@ -43,9 +43,9 @@ def test_another_process_sees_the_same_weights_without_a_copy(tmp_path: Path) ->
 def test_work_shows_as_utilisation() -> None:
     """A source that says the same for an idle and a busy device."""
     source = utilisation_of("cuda")
-    idle = source.read(0.0)
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(100):
+    idle = source.read(0.0)
+    for _ in range(1000):
         matrix = (matrix @ matrix).clamp(-1, 1)
     torch.cuda.synchronize()
     busy = source.read(1.0)

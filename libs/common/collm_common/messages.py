@@ -137,7 +137,7 @@ class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
     version: Count
 
 
-class Hyperparams(Struct, frozen=True):
+class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
     """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps."""
 
     rank: Annotated[int, Meta(ge=1, le=1024)] = 8

@@ -14,6 +14,7 @@ from collm_common.keys import Keys
 
 PREFIX = "COLLM_"
 SERVICES = ("DISPATCHER", "REPLICA", "LAUNCHER", "COORDINATOR")
+FOR_TESTS = "TEST"
 
 
 class Common(Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ def load(cls: type[S], service: str, environ: Mapping[str, str] | None = None) -
     shared = {field.name for field in msgspec.structs.fields(Common)}
     values: dict[str, object] = {}
     own = f"{PREFIX}{service.upper()}_"
-    others = tuple(f"{PREFIX}{name}_" for name in SERVICES if name != service.upper())
+    others = tuple(f"{PREFIX}{name}_" for name in (*SERVICES, FOR_TESTS) if name != service.upper())
     types = {field.name: field.type for field in msgspec.structs.fields(cls)}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or variable.startswith(others):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -14,6 +16,8 @@ from collm_tools.commands.types import Subcommands, at_least_one, port, positive
 from collm_tools.stack.model import demo_model, served_name
 from collm_tools.stack.options import StackOptions
 from collm_tools.stack.stack import Stack
+
+ADAPTERS = "COLLM_LAUNCHER_ADAPTERS"
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -30,6 +34,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--data", type=Path, action="append", default=[], metavar="DIR", help="private data, one a replica"
     )
+    parser.add_argument("--adapter", default="", help="what idle replicas fine-tune (default: SERVED_NAME-tuned)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=8000, help="of the HTTP service, 0 for a free one (default 8000)")
     parser.add_argument("--redis", default="", metavar="URL", help="use this broker in place of the embedded one")
@@ -45,9 +50,11 @@ def add_parser(subcommands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Until a signal: 0. ServiceError when a service gives up."""
     model = arguments.model or demo_model()
+    name = arguments.served_name or served_name(model)
+    adapters = os.environ.get(ADAPTERS) or json.dumps({name: arguments.adapter or f"{name}-tuned"})
     options = StackOptions(
         model=model,
-        served_name=arguments.served_name or served_name(model),
+        served_name=name,
         run_dir=arguments.run_dir or Path("out/up") / time.strftime("%Y%m%d-%H%M%S"),
         replicas=arguments.replicas,
         host=arguments.host,
@@ -57,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         data_dirs=arguments.data,
         cache_dir=arguments.cache_dir,
         ready_s=arguments.ready_within,
+        env={ADAPTERS: adapters},
     )
     return asyncio.run(_run(options, Console()))
 
