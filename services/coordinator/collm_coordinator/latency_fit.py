@@ -108,7 +108,7 @@ def _told(points: Sequence[Point], seconds: Matrix, infer: Matrix, prior: Line) 
 def _affordable_share(known: Matrix, seconds: Matrix) -> float:
     """At most 1: how much of what the prior explains fits into what was measured."""
     some = known > 0
-    return min(1.0, float(np.median(seconds[some] / known[some]))) if some.any() else 1.0
+    return float(np.median(np.minimum(seconds, known)[some] / known[some])) if some.any() else 1.0
 
 
 def _spread(values: Matrix) -> bool:
