@@ -26,7 +26,7 @@ MIN_R2 = 0.2
 NEAR = 0.05
 WILD = 6.0
 MIN_TAME = 0.75
-LONGEST_S = 3600.0
+SHORTEST_S, LONGEST_S = 1e-9, 3600.0
 MAX_LEFT_OUT = 32
 MIN_SPREAD = 0.2
 NNLS_STEPS = 1000
@@ -52,7 +52,7 @@ def fit(points: Sequence[Point], prior: Line | None = None) -> Line | Refusal:
     A slope that they cannot tell is the prior's (0 without one), and flagged so; it is scaled down where it alone would
     already explain more seconds than were measured.
     """
-    usable = [point for point in points if 0 < point.seconds <= LONGEST_S]
+    usable = [point for point in points if SHORTEST_S <= point.seconds <= LONGEST_S]
     if len(usable) < MIN_POINTS:
         return Refusal(f"{len(usable)} of at least {MIN_POINTS} different (B, b) were measured")
     seconds = np.array([point.seconds for point in usable])
@@ -124,10 +124,9 @@ def _judge(line: Line, points: Sequence[Point], seconds: Matrix) -> Line | Refus
     predicted = np.array([line.predict(point.train, point.infer) for point in points])
     if predicted.min() <= 0:
         return Refusal(f"the fit predicts {predicted.min():.4g} s")
-    off = np.abs(seconds / predicted - 1)
-    tame = off <= max(NEAR, WILD * float(np.median(off)), float(np.quantile(off, MIN_TAME)))
+    tame = _tame(seconds, predicted)
     r2 = _r2(seconds[tame], predicted[tame])
-    if r2 < MIN_R2 and np.median(off) > NEAR:
+    if r2 < MIN_R2 and np.median(np.abs(seconds / predicted - 1)) > NEAR:
         return Refusal(f"R2 is {r2:.2f}, at least {MIN_R2} is needed")
     return msgspec.structs.replace(line, r2=r2)
 
@@ -137,8 +136,18 @@ def _r2(seconds: Matrix, predicted: Matrix) -> float:
     return 1 - float(((seconds - predicted) ** 2).sum()) / variation if variation > 0 else 1.0
 
 
+def _tame(seconds: Matrix, predicted: Matrix) -> NDArray[np.bool_]:
+    """Which points are about as near to a robust fit as most are; at least MIN_TAME of them."""
+    off = np.abs(seconds - predicted) / np.maximum(predicted, SHORTEST_S)
+    return np.asarray(off <= max(NEAR, WILD * float(np.median(off)), float(np.quantile(off, MIN_TAME))))
+
+
 def _choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
-    """The f(B) with the least leave-one-out error, by non-negative least squares; ties go to the simplest."""
+    """The f(B) with the least leave-one-out error, by non-negative least squares; ties go to the simplest.
+
+    Points that are wild by every f(B) have no say: least squares would choose the f that bends to them.
+    """
+    points = _without_wild(points, tells_infer)
     left_out = sorted(points, key=lambda point: (-point.count, point.train, point.infer))[:MAX_LEFT_OUT]
     seconds = np.array([point.seconds for point in points])
     errors: list[float] = []
@@ -152,6 +161,17 @@ def _choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
         errors.append(total)
     best = min(errors)
     return next(term for term, error in zip(TERMS, errors, strict=True) if error <= best * 1.001 + 1e-12)
+
+
+def _without_wild(points: Sequence[Point], tells_infer: bool) -> Sequence[Point]:
+    seconds = np.array([point.seconds for point in points])
+    tame = np.zeros(len(points), dtype=bool)
+    for term in TERMS:
+        rows = np.array([_row(term, point, tells_infer) for point in points])
+        tame |= _tame(seconds, rows @ _robust(seconds, rows))
+        if tame.all():
+            break
+    return [point for point, keep in zip(points, tame, strict=True) if keep]
 
 
 def _row(term: Term, point: Point, tells_infer: bool) -> list[float]:
