@@ -256,7 +256,7 @@ async def test_a_restarted_inference_process_finds_the_weights_and_the_adapter(
         child = supervisor._inference.child
         assert child is not None
         child.kill()
-        await hear(redis, keys.events, ReplicaChanged, count=3)
+        await eventually(partial(_came_up, redis, keys, 2), within_s=60)
         await send(redis, keys, request(adapter="desk"))
         await eventually(partial(_said, redis, keys, Done), within_s=60)
         for path in model.glob("*.hidden"):
@@ -267,6 +267,11 @@ async def test_a_restarted_inference_process_finds_the_weights_and_the_adapter(
 async def _reported(redis: Redis, keys: Keys, holds: Callable[[InferenceReport], bool]) -> bool:
     reports = await heard(redis, keys.telemetry, InferenceReport)
     return bool(reports) and holds(reports[-1])
+
+
+async def _came_up(redis: Redis, keys: Keys, times: int) -> bool:
+    changes = await heard(redis, keys.events, ReplicaChanged)
+    return sum(change.what == "up" for change in changes) == times
 
 
 async def _said(redis: Redis, keys: Keys, kind: type) -> bool:
