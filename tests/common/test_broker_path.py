@@ -227,3 +227,13 @@ async def test_ticks_do_not_drift_or_bunch() -> None:
             break
         clock.time_s += 0.25 if len(seen) != 2 else 3.5
     assert seen == [0.0, 1.0, 4.5, 5.0, 6.0]
+
+
+async def test_a_damaged_registry_entry_is_skipped(redis: Redis, keys: Keys) -> None:
+    """One bad hash that ends every service which looks at the registry."""
+    registry = Registry(redis, keys)
+    await registry.register(replica("r1"), lease_ttl_s=30)
+    await registry.register(replica("r2"), lease_ttl_s=30)
+    await redis.hset(keys.replica("r1"), "infer_batch_max", b"\xff")
+    await redis.sadd(keys.replicas, "r3")
+    assert list(await registry.replicas()) == ["r2"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 from redis.asyncio import Redis
 
@@ -10,6 +12,8 @@ from collm_common.keys import Keys
 from collm_common.messages import Event, ReplicaChanged, StateChanged
 from collm_common.scripts import TRANSITION
 from collm_common.types import ReplicaInfo, ReplicaState
+
+log = logging.getLogger(__name__)
 
 EVENTS_MAXLEN = 100_000
 
@@ -56,7 +60,8 @@ class Registry:
                 pipe.exists(self.keys.lease(id_))
             replies = await pipe.execute()
         found = zip(ids, replies[::2], replies[1::2], strict=True)
-        return {id_: _from_hash(row, bool(alive)) for id_, row, alive in found if b"state" in row and b"id" in row}
+        infos = {id_: _from_hash(id_, row, bool(alive)) for id_, row, alive in found if b"state" in row}
+        return {id_: info for id_, info in infos.items() if info is not None}
 
     async def transition(
         self, replica: str, before: ReplicaState, after: ReplicaState, reason: str, now: float
@@ -80,6 +85,12 @@ def _to_hash(info: ReplicaInfo) -> dict[str, str]:
     return {k: _text(v) for k, v in msgspec.structs.asdict(info).items() if k != "alive"}
 
 
-def _from_hash(row: dict[bytes, bytes], alive: bool) -> ReplicaInfo:
-    known = {k.decode(): v.decode() for k, v in row.items() if k.decode() in ReplicaInfo.__struct_fields__}
-    return msgspec.convert({**known, "alive": alive}, ReplicaInfo, strict=False)
+def _from_hash(id_: str, row: dict[bytes, bytes], alive: bool) -> ReplicaInfo | None:
+    """None, with a log line, for an entry that somebody damaged: one of them must not stop a service."""
+    try:
+        known = {k.decode(): v.decode() for k, v in row.items()}
+        fields = {name: known[name] for name in ReplicaInfo.__struct_fields__ if name in known}
+        return msgspec.convert({**fields, "alive": alive}, ReplicaInfo, strict=False)
+    except (msgspec.ValidationError, UnicodeDecodeError) as error:
+        log.error("skipping the registry entry of %s: %s", id_, error)
+        return None

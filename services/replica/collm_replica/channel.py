@@ -74,7 +74,7 @@ class Finished(Local, frozen=True, kw_only=True, tag="finished"):
 
 
 class Drain(Local, frozen=True, kw_only=True, tag="drain"):
-    """Take nothing new, finish what runs, then exit."""
+    """To the inference process: take nothing new, finish what runs, exit. To the other one: exit."""
 
 
 class ExportRequest(Local, frozen=True, kw_only=True, tag="export_request"):

@@ -43,6 +43,7 @@ from collm_replica.settings import ReplicaSettings
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+TRAINING_END_S = 5.0
 
 
 class Supervisor:
@@ -97,8 +98,10 @@ class Supervisor:
     async def _drain(self) -> None:
         await self.presence.not_ready()
         self._training.ending = self._inference.ending = True
+        await self._training.send(Drain())
         await self._inference.send(Drain())
         await self._inference.end(self.settings.drain_s)
+        await self._training.end(TRAINING_END_S)
 
     # --- commands from Redis
 

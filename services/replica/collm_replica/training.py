@@ -24,7 +24,7 @@ from collm_common.messages import (
     TrainRound,
 )
 from collm_common.settings import load
-from collm_replica.channel import Alive, Attach, Channel, Ready
+from collm_replica.channel import Alive, Attach, Channel, Drain, Ready
 from collm_replica.child import die_with_parent
 from collm_replica.inference import ALIVE_S
 from collm_replica.loading import prepare_training
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 async def listen(channel: Channel, tasks: TrainingTasks) -> None:
-    """Carry out what the supervisor says until it is gone."""
-    while (message := await channel.receive()) is not None:
+    """Carry out what the supervisor says until it wants this process to end, or is gone."""
+    while not isinstance(message := await channel.receive(), Drain | None):
         match message:
             case TrainRound() | Aggregate() | Evaluate():
                 tasks.add(message)
