@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -43,16 +45,21 @@ class Driver:
         self.job, self.actions = start("j", self.now, members, "desk", version, version + 1, rules, seed=7)
         self.usable = set(IDS)
 
-    def event(self, event: object) -> list[Action]:
-        self.job = msgspec.msgpack.decode(msgspec.msgpack.encode(self.job), type=Job)
-        self.actions = on_event(self.job, self.now, event)
+    def same(self, step: Callable[[Job], list[Action]]) -> list[Action]:
+        """What a job does that was stored and restored just now, which is what one in memory does."""
+        restored = msgspec.msgpack.decode(msgspec.msgpack.encode(self.job), type=Job)
+        self.actions = step(self.job)
+        assert repr(step(restored)) == repr(self.actions)
+        assert msgspec.msgpack.encode(restored) == msgspec.msgpack.encode(self.job)
+        self.job = restored
         return self.actions
+
+    def event(self, event: object) -> list[Action]:
+        return self.same(lambda job: on_event(job, self.now, event))
 
     def tick(self, seconds: float = 0.0) -> list[Action]:
         self.now += seconds
-        self.job = msgspec.msgpack.decode(msgspec.msgpack.encode(self.job), type=Job)
-        self.actions = on_tick(self.job, self.now, self.usable)
-        return self.actions
+        return self.same(lambda job: on_tick(job, self.now, self.usable))
 
     def join(self) -> None:
         for id_ in IDS:
@@ -74,8 +81,8 @@ class Driver:
             Evaluated(job="j", round=1, replica=id_, adapter="desk", version=version, quality=quality, time_s=0.0)
         )
 
-    def aggregated(self) -> list[Action]:
-        version = self.job.candidate
+    def aggregated(self, version: int | None = None) -> list[Action]:
+        version = self.job.candidate if version is None else version
         return self.event(
             Aggregated(job="j", round=self.job.round, adapter="desk", version=version, residual=0.1, time_s=0.0)
         )
@@ -236,6 +243,57 @@ def test_a_server_that_dies_or_fails_while_it_aggregates_is_replaced() -> None:
     driver.usable.discard("r3")
     driver.tick()
     assert set(sent(driver.actions, Aggregate)) == {"r1"} or set(sent(driver.actions, Aggregate)) == {"r2"}
+
+
+def test_a_server_that_is_merely_slow_does_not_write_over_its_successor() -> None:
+    """Two servers that write one version at once, or a late one whose version stays in memory for ever."""
+    driver = Driver()
+    driver.join()
+    for id_ in IDS:
+        driver.upload(id_)
+    slow = driver.job.candidate
+    driver.tick(driver.job.rules.aggregate_s)
+    (command,) = sent(driver.actions, Aggregate).values()
+    assert isinstance(command, Aggregate)
+    assert command.version == driver.job.candidate != slow
+    assert of(driver.actions, Forget) == [Forget(slow)]
+    assert driver.aggregated(slow) == [Forget(slow)]
+    driver.aggregated()
+    assert driver.job.phase is Phase.EVALUATING
+    assert driver.aggregated(slow) == [Forget(slow)]
+    assert driver.aggregated() == [], "said twice: it is still being judged"
+
+
+def test_an_update_that_diverged_is_left_out() -> None:
+    """One client's NaN that becomes everybody's adapter."""
+    driver = Driver()
+    driver.join()
+    driver.upload("r1", loss=float("nan"))
+    driver.upload("r2")
+    driver.upload("r3")
+    (command,) = sent(driver.actions, Aggregate).values()
+    assert isinstance(command, Aggregate)
+    assert command.clients == ("r2", "r3")
+
+
+@pytest.mark.parametrize("after", [float("nan"), float("inf")])
+def test_a_candidate_without_a_finite_loss_is_not_published(after: float) -> None:
+    """A comparison that NaN passes because it is not above anything."""
+    driver = Driver(Rules(rounds=1))
+    driver.join()
+    driver.round(before=2.0, after=after)
+    assert of(driver.actions, Publish) == []
+    assert driver.job.accepted == 0
+
+
+@pytest.mark.parametrize("before", [float("nan"), None])
+def test_a_start_without_a_finite_loss_scores_nobody(before: float | None) -> None:
+    """A score that is not a number, and stays so."""
+    driver = Driver(Rules(rounds=1))
+    driver.join()
+    driver.round(before=before, after=1.0)
+    assert of(driver.actions, Score) == []
+    assert of(driver.actions, Publish) == []
 
 
 def test_nobody_who_can_aggregate_discards_the_round() -> None:

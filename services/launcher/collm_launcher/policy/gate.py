@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from collm_common.types import Quality, ReplicaState
@@ -22,14 +23,20 @@ def _mean(qualities: Collection[Quality]) -> float | None:
     return sum(quality.cross_entropy * quality.tokens for quality in qualities) / tokens if tokens else None
 
 
-def score(job: Job) -> list[Action]:
-    """Q <- Q F(t-1) / F(t), F(t) the mean training loss of round t; F(0) is the loss of where the job started."""
+def passes(before: float, after: float) -> bool:
+    """Whether a candidate may be published: its loss is a number, and not worse than of what it would replace."""
+    return math.isfinite(after) and after <= before
+
+
+def score(job: Job, before: float | None) -> list[Action]:
+    """Q <- Q F(t-1) / F(t), F(t) the mean training loss of round t.
+
+    F(0) is `before`, the held-out loss of where the job started; without it the first round scores nobody.
+    """
     loss = sum(job.uploads.values()) / len(job.uploads)
-    before = job.last_loss
-    if before is None:
-        before = _mean(list(job.measured.get(min(job.measured), {}).values())) if job.measured else None
+    before = before if job.last_loss is None else job.last_loss
     job.last_loss = loss
-    if before is None or loss <= 0:
+    if before is None or not math.isfinite(before) or loss <= 0:
         return []
     actions: list[Action] = []
     for id_ in sorted(job.uploads.keys() & job.clients.keys()):

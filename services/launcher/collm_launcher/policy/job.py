@@ -58,7 +58,8 @@ class Job(Struct):
     """`version` is the last accepted adapter version (0: the base), `candidate` the one being made or judged.
 
     `uploads` maps clients to their mean training loss of this round, `measured` version -> client -> held-out quality;
-    `sizes` are the batch sizes that the coordinator last chose.
+    `sizes` are the batch sizes that the coordinator last chose; `abandoned` are candidates that a server may still be
+    writing though nobody waits for them any more.
     """
 
     id: str
@@ -80,6 +81,7 @@ class Job(Struct):
     uploads: dict[str, float] = field(default_factory=dict)
     measured: dict[int, dict[str, Quality]] = field(default_factory=dict)
     sizes: dict[str, BatchSizes] = field(default_factory=dict)
+    abandoned: list[int] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -139,7 +141,7 @@ class Clean(Struct, frozen=True):
 
 
 class Forget(Struct, frozen=True):
-    """A rejected candidate version is no longer needed."""
+    """A candidate version that was rejected or abandoned is no longer needed."""
 
     version: int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collm_common.messages import Aggregate, Evaluate, JobChanged, LoadAdapter, StopTraining, TrainRound
 from collm_common.types import BatchSizes, ReplicaState
-from collm_launcher.policy.gate import compare, score, stop_early
+from collm_launcher.policy.gate import compare, passes, score, stop_early
 from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Send
 
 FIRST_SIZES = BatchSizes(train=1, infer=1)
@@ -52,12 +52,12 @@ def aggregate_if_complete(job: Job, now: float) -> list[Action]:
         return []
     if len(job.uploads) < job.quorum:
         return discard(job, now, f"{len(job.uploads)} updates, {job.quorum} are needed")
-    job.candidate, job.next_version = job.next_version, job.next_version + 1
     return aggregate(job, now)
 
 
 def aggregate(job: Job, now: float) -> list[Action]:
-    """Have the server combine what was uploaded."""
+    """Have the server combine what was uploaded; every attempt has a version of its own, as two may write at once."""
+    job.candidate, job.next_version = job.next_version, job.next_version + 1
     job.phase, job.deadline_s = Phase.AGGREGATING, now + job.rules.aggregate_s
     command = Aggregate(
         job=job.id,
@@ -83,7 +83,18 @@ def another_server(job: Job, now: float) -> list[Action]:
     if not willing:
         return discard(job, now, "no client could aggregate")
     job.server = min(willing, key=lambda id_: (-job.clients[id_].quality, id_))
-    return aggregate(job, now)
+    return aggregate_again(job, now)
+
+
+def aggregate_again(job: Job, now: float) -> list[Action]:
+    """On the new server, whatever the old one may still do."""
+    return [abandon(job), *aggregate(job, now)]
+
+
+def abandon(job: Job) -> Action:
+    """Nobody waits for the candidate any more; should its server finish it yet, it is removed then."""
+    job.abandoned.append(job.candidate)
+    return Forget(job.candidate)
 
 
 def evaluate(job: Job, now: float) -> list[Action]:
@@ -111,10 +122,10 @@ def judge(job: Job, now: float) -> list[Action]:
     """The gate: publish only if held-out cross-entropy is not worse, on the same clients' same data."""
     before, after = compare(job.measured.get(job.version, {}), job.measured.get(job.candidate, {}))
     actions: list[Action] = []
-    if before is None or after is None or after > before:
+    if before is None or after is None or not passes(before, after):
         job.rejected += 1
-        worse = before is not None and after is not None
-        verdict = f"rejected: {after:.4f} is above {before:.4f}" if worse else "rejected: nobody measured both versions"
+        known = before is not None and after is not None
+        verdict = f"rejected: {after:.4f} after {before:.4f}" if known else "rejected: nobody measured both versions"
         actions.append(Forget(job.candidate))
         actions += [Send(id_, LoadAdapter(name=job.adapter, version=job.version)) for id_ in job.clients]
     else:
@@ -122,7 +133,7 @@ def judge(job: Job, now: float) -> list[Action]:
         job.accepted += 1
         verdict = f"accepted: {after:.4f} after {before:.4f}"
         actions.append(Publish(job.version, before, after))
-    actions += [announce(job, now, f"version {job.candidate} {verdict}"), *score(job), *stop_early(job)]
+    actions += [announce(job, now, f"version {job.candidate} {verdict}"), *score(job, before), *stop_early(job)]
     return [*actions, *_next(job, now)]
 
 
@@ -141,7 +152,7 @@ def discard(job: Job, now: float, reason: str) -> list[Action]:
     job.rejected += 1
     leftovers: list[Action] = [clean(job)]
     if job.phase is Phase.AGGREGATING:
-        leftovers.append(Forget(job.candidate))
+        leftovers.append(abandon(job))
     stops = [Send(id_, StopTraining(job=job.id)) for id_ in job.clients]
     return [*leftovers, *stops, announce(job, now, f"round discarded: {reason}"), *_next(job, now)]
 

@@ -6,6 +6,7 @@ not to go on; one that dies, is recalled or fails costs its update, not the roun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from collm_common.messages import (
@@ -19,7 +20,8 @@ from collm_common.messages import (
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_launcher.policy.job import Action, Client, Forget, Job, Phase, Return, Rules, Send
 from collm_launcher.policy.phases import (
-    aggregate,
+    abandon,
+    aggregate_again,
     aggregate_if_complete,
     announce,
     another_server,
@@ -78,11 +80,11 @@ def on_event(job: Job, now: float, event: object) -> list[Action]:
         case StateChanged():
             return _state_changed(job, now, event)
         case UpdateUploaded(job=job.id, round=job.round) if job.phase is Phase.TRAINING:
-            if event.replica in job.clients:
-                job.uploads[event.replica] = event.loss
-            return aggregate_if_complete(job, now)
-        case Aggregated(job=job.id, round=job.round) if job.phase is Phase.AGGREGATING:
+            return _uploaded(job, now, event)
+        case Aggregated(job=job.id, version=job.candidate) if job.phase is Phase.AGGREGATING:
             return evaluate(job, now)
+        case Aggregated(job=job.id) if event.version in job.abandoned:
+            return [Forget(event.version)]
         case Evaluated(job=job.id) if event.replica in job.clients:
             job.measured.setdefault(event.version, {})[event.replica] = event.quality
             return judge_if_complete(job, now)
@@ -106,6 +108,16 @@ def on_tick(job: Job, now: float, usable: Collection[str]) -> list[Action]:
 # --- clients
 
 
+def _uploaded(job: Job, now: float, event: UpdateUploaded) -> list[Action]:
+    if event.replica not in job.clients:
+        return []
+    if math.isfinite(event.loss):
+        job.uploads[event.replica] = event.loss
+        return aggregate_if_complete(job, now)
+    job.clients[event.replica].expected = False
+    return [announce(job, now, f"{event.replica} diverged: its update is left out"), *aggregate_if_complete(job, now)]
+
+
 def _state_changed(job: Job, now: float, event: StateChanged) -> list[Action]:
     client = job.clients.get(event.replica)
     if client is None:
@@ -127,12 +139,12 @@ def _lose(job: Job, now: float, replica: str, reason: str) -> list[Action]:
     ]
     if not job.clients:
         made = job.phase in (Phase.AGGREGATING, Phase.EVALUATING)
-        leftovers: list[Action] = [clean(job), Forget(job.candidate)] if made else []
+        leftovers: list[Action] = [clean(job), abandon(job)] if made else []
         return [*actions, *leftovers, *end(job, now, Phase.DONE if job.accepted else Phase.FAILED, "no client is left")]
     if replica == job.server:
         job.server = min(job.clients, key=lambda id_: (-job.clients[id_].quality, id_))
         if job.phase is Phase.AGGREGATING:
-            return [*actions, *aggregate(job, now)]
+            return [*actions, *aggregate_again(job, now)]
     return [*actions, *_progress(job, now)]
 
 
