@@ -104,8 +104,28 @@ def test_when_enough_fall_idle_for_a_job_they_all_may() -> None:
 def test_capacity_counts_every_state_as_what_it_serves() -> None:
     """Combined replicas taken for full ones."""
     loads = {"s": load([]), "i": load([], IDLE), "c": load([], COMBINED)}
-    assert capacity(loads, ["i"], trains=False) == 8 + 4
-    assert capacity(loads, ["i"], trains=True) == 8 + 4 + 4
+    assert capacity(loads, ["i"], trains=[]) == 8 + 4
+    assert capacity(loads, ["i"], trains=["i"]) == 8 + 4 + 4
+
+
+def test_replicas_on_other_weights_do_not_make_up_the_number_for_a_job() -> None:
+    """Three that fall idle for a job that two of them cannot start, while nobody serves."""
+    quiet = {f"r{i}": steady(0, 0) for i in range(3)}
+    quiet["r2"].base = "other"
+    assert len(falls(quiet, start_from=3)) == 2
+    quiet["r3"] = steady(0, 0)
+    assert len(falls(quiet, start_from=3)) == 4, "three train and serve"
+
+
+def test_a_replica_that_a_job_has_chosen_is_not_taken_back() -> None:
+    """A job that loses its clients because the coordinator needs longer than T' ticks to come back."""
+    loads = {"r1": steady(0, 0, IDLE), "r2": steady(0.8, 4)}
+    loads["r1"].chosen = True
+    for _ in range(10):
+        assert decide(loads, RULES, POISSON, 3) == []
+    loads["r1"].chosen = False
+    moves = [decide(loads, RULES, POISSON, None) for _ in range(3)]
+    assert [len(move) for move in moves] == [0, 0, 1]
 
 
 def test_an_unchosen_replica_returns_and_is_judged_anew() -> None:
@@ -170,6 +190,24 @@ def test_a_combined_replica_counts_with_what_the_coordinator_gave_it() -> None:
                 loads.hear(report(id_, 0.1, 1))
             loads.tick(replicas, {id_: BatchSizes(1, infer) for id_ in combined})
         assert [move.replica for move in loads.moves("m", replicas, None)] == falling
+
+
+def test_the_registry_says_who_is_chosen_and_on_which_weights() -> None:
+    """A policy that knows of jobs and bases, and a loop that never tells it."""
+    idle = {"r1": info("r1", state=IDLE, job="j", base_digest="d"), "r2": info("r2", state=IDLE)}
+    loads = Loads(RULES, 0.5)
+    moves = []
+    for _ in range(4):
+        loads.tick(idle, {})
+        moves += loads.moves("m", idle, None)
+    assert [move.replica for move in moves] == ["r2"]
+    replicas = {id_: info(id_, base_digest=digest) for id_, digest in zip("abc", ("x", "x", "y"), strict=True)}
+    for start_from, falling in ((3, 2), (2, 3)):
+        for _ in range(3):
+            for id_ in replicas:
+                loads.hear(report(id_, 0, 0))
+            loads.tick(replicas, {})
+        assert len(loads.moves("m", replicas, start_from)) == falling
 
 
 def test_the_least_busy_of_overloaded_replicas_stays() -> None:

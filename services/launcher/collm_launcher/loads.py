@@ -36,6 +36,7 @@ class Loads:
         for id_, info in replicas.items():
             load = self._loads.setdefault(id_, Load(info.state, 0.0, 0.0))
             load.become(info.state)
+            load.base, load.chosen = info.base_digest, bool(info.job)
             load.capacity = info.infer_batch_max
             load.combined_capacity = self._combined(info, sizes.get(id_))
             if new := reports.get(id_):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -45,6 +45,7 @@ class Load:
     """One replica as the launcher sees it: samples of (utilisation, mean batch), newest last, one a tick.
 
     `capacity` is b, the sequences it can run at once; `combined_capacity` what is left of them while it trains.
+    Replicas train together if they have the same `base`; `chosen` says that a job has this one already.
     """
 
     state: ReplicaState
@@ -52,6 +53,8 @@ class Load:
     combined_capacity: float
     samples: list[tuple[float, float]] = field(default_factory=list)
     idle_ticks: int = 0
+    base: str = ""
+    chosen: bool = False
 
     def become(self, state: ReplicaState) -> None:
         """Take over the state; a replica that is Serving again is judged by what it does from now on."""
@@ -120,7 +123,8 @@ def _returns(loads: Mapping[str, Load], rules: IdleRules, volatility: float) -> 
     patience = stretch(rules.return_ticks, volatility)
     moves = []
     for id_, load in sorted(loads.items()):
-        load.idle_ticks += load.state is ReplicaState.IDLE
+        waits = load.state is ReplicaState.IDLE and not load.chosen
+        load.idle_ticks = load.idle_ticks + 1 if waits else 0
         if load.idle_ticks > patience:
             reason = f"not chosen in {patience} ticks"
             moves.append(Move(id_, ReplicaState.IDLE, ReplicaState.SERVING, reason))
@@ -158,21 +162,31 @@ def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, start_fr
     idle = [id_ for id_, load in loads.items() if load.state is ReplicaState.IDLE]
     for count in range(len(low), 0, -1):
         fallen = [*idle, *low[:count]]
-        trains = start_from is not None and len(fallen) >= start_from
-        serving = len(loads) if trains else len(loads) - len(fallen)
+        trains = _team(loads, fallen, start_from)
+        serving = len(loads) - len(fallen) + len(trains)
         if serving and capacity(loads, fallen, trains) >= demand and work <= serving:
             return low[:count]
     return []
 
 
-def capacity(loads: Mapping[str, Load], idle: Sequence[str], trains: bool) -> float:
-    """Sequences that can be in flight when `idle` replicas take nothing, or (`trains`) serve beside a job."""
+def _team(loads: Mapping[str, Load], idle: Sequence[str], start_from: int | None) -> list[str]:
+    """Those of `idle` that start a job at once: the most on one base, if they are enough."""
+    if start_from is None:
+        return []
+    teams: dict[str, list[str]] = {}
+    for id_ in idle:
+        if not loads[id_].chosen:
+            teams.setdefault(loads[id_].base, []).append(id_)
+    largest = max(teams.values(), key=len, default=[])
+    return largest if len(largest) >= start_from else []
+
+
+def capacity(loads: Mapping[str, Load], idle: Collection[str], trains: Collection[str]) -> float:
+    """Sequences that can be in flight when `idle` replicas take nothing, but those in `trains` serve beside a job."""
     total = 0.0
     for id_, load in loads.items():
-        if id_ in idle:
-            total += load.combined_capacity if trains else 0.0
-        elif load.state is ReplicaState.COMBINED:
+        if id_ in trains or load.state is ReplicaState.COMBINED:
             total += load.combined_capacity
-        else:
+        elif id_ not in idle:
             total += load.capacity
     return total
