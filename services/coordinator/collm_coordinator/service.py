@@ -167,7 +167,7 @@ class Coordinator:
         peers = [self._model(id_) for id_, peer in replicas.items() if (peer.model, peer.base_digest) == like]
         before = model.latency
         if (refusal := model.refit(combined, peers)) is not None:
-            log.info("%s: no new fit: %s", info.id, refusal.reason)
+            log.debug("%s: no new fit: %s", info.id, refusal.reason)
         if model.latency is None:
             return
         if model.latency is not before:
