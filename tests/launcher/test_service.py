@@ -15,6 +15,7 @@ from collm_common.messages import (
     Aggregate,
     JobChanged,
     LoadAdapter,
+    ReplicaChanged,
     StateChanged,
     StopTraining,
     TrainRound,
@@ -51,6 +52,10 @@ async def ended(redis: Redis, keys: Keys) -> bool:
 
 async def all_in(redis: Redis, keys: Keys, state: ReplicaState) -> bool:
     return {info.state for info in (await Registry(redis, keys).replicas()).values() if info.alive} == {state}
+
+
+async def some_in(redis: Redis, keys: Keys, state: ReplicaState) -> bool:
+    return any(info.state is state for info in (await Registry(redis, keys).replicas()).values())
 
 
 async def rounds_heard(members: list[SimReplica], count: int) -> bool:
@@ -189,6 +194,50 @@ async def test_a_broken_entry_is_skipped(redis: Redis, keys: Keys) -> None:
         for key in (keys.events, keys.telemetry):
             await redis.xadd(key, {"kind": "noise", "id": "x", "data": b"garbage"})
         await eventually(lambda: ended(redis, keys))
+
+
+async def test_damaged_sizes_do_not_end_the_launcher(redis: Redis, keys: Keys) -> None:
+    """A value edited by hand that ends the launcher, and every one that takes over from it."""
+    async with replicas(redis, keys), running(launcher(redis), coordinator(redis)):
+        await redis.hset(keys.config("r1"), mapping={"train": "many", "infer": "1"})
+        await eventually(lambda: ended(redis, keys))
+    assert (await status(redis, keys))[-1] == "done"
+
+
+async def test_a_replica_that_comes_up_is_told_what_is_current(redis: Redis, keys: Keys) -> None:
+    """One that read the version before a publication and was known only after it: stale until the next."""
+    await redis.hset(keys.adapter(ADAPTER), mapping={"model": MODEL, "version": 3})
+    one = launcher(redis)
+    async with replicas(redis, keys, ["r1"]) as (late,), running(one):
+        await eventually(lambda: one.leads)
+        for name in ("nobody", late.id):
+            up = ReplicaChanged(replica=name, what="up", reason="test", time_s=0.0)
+            await late.registry.announce(up, name)
+        await eventually(lambda: late.told(LoadAdapter))
+        assert late.told(LoadAdapter) == [LoadAdapter(name=ADAPTER, version=3)]
+    assert not await redis.exists(keys.control("nobody"))
+
+
+async def test_an_untrained_adapter_is_not_sent(redis: Redis, keys: Keys) -> None:
+    """A replica told to load version 0, which is nowhere."""
+    lease = Lease(redis, keys, "launcher", "one", 5)
+    store = JobStore(redis, keys, lease, keep_versions=2)
+    await store.adapter(ADAPTER, MODEL)
+    await store.remind("r1", ADAPTER)
+    assert not await redis.exists(keys.control("r1"))
+
+
+async def test_the_pause_after_a_job_outlives_its_launcher(redis: Redis, keys: Keys) -> None:
+    """Jobs that follow each other without a pause because launchers change."""
+    async with replicas(redis, keys), running(coordinator(redis)):
+        async with running(launcher(redis)):
+            await eventually(lambda: ended(redis, keys))
+        second = launcher(redis)
+        async with running(second):
+            await eventually(lambda: second.leads)
+            await eventually(lambda: some_in(redis, keys, IDLE))
+            assert not second.jobs
+    assert (await status(redis, keys)).count("forming") == 1
 
 
 def job(**changes: object) -> Job:

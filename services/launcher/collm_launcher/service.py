@@ -17,14 +17,14 @@ from collm_common.clock import Clock
 from collm_common.errors import FencedError, MessageError
 from collm_common.latency import sizes_from_hash
 from collm_common.lease import Lease
-from collm_common.messages import AnyMessage, InferenceReport
+from collm_common.messages import AnyMessage, InferenceReport, ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 from collm_launcher.loads import Loads
 from collm_launcher.policy import rounds
 from collm_launcher.policy.idle import Move
-from collm_launcher.policy.job import Action, Job
+from collm_launcher.policy.job import Action, Job, Publish
 from collm_launcher.settings import LauncherSettings
 from collm_launcher.store import JobStore, order
 
@@ -98,6 +98,7 @@ class Launcher:
         self._heard = tail.positions[self.keys.events]
         for model, name in self.settings.adapters.items():
             await self._store.adapter(name, model)
+            self._next_job_s[model] = await self._store.trained_s(name) + self.settings.cooldown_s
         self._replicas = await self._registry.replicas()
         log.info("leading, with %d jobs to go on with", len(self.jobs))
         self._tail = tail
@@ -115,8 +116,11 @@ class Launcher:
         except MessageError as error:
             log.error("skipping entry %s of %s: %s", entry.entry_id, entry.key, error)
             return
-        if isinstance(message, InferenceReport):
-            self._loads.hear(message)
+        match message:
+            case InferenceReport():
+                self._loads.hear(message)
+            case ReplicaChanged(what="up"):
+                await self._catch_up(message.replica)
         if entry.key == self.keys.events:
             self._heard = entry.entry_id
             for job in [*self.jobs.values()]:
@@ -133,8 +137,17 @@ class Launcher:
         if actions or msgspec.msgpack.encode(job) != before:
             await self._apply(job, actions)
 
+    async def _catch_up(self, replica: str) -> None:
+        """A version may have been published after this one read which is current, and before it was known here."""
+        self._replicas = await self._registry.replicas()
+        info = self._replicas.get(replica)
+        if info is not None and info.model in self.settings.adapters:
+            await self._store.remind(replica, self.settings.adapters[info.model])
+
     async def _apply(self, job: Job, actions: list[Action]) -> None:
         now = self.clock.now()
+        if any(isinstance(action, Publish) for action in actions):
+            self._replicas = await self._registry.replicas()
         replicas = [id_ for id_, info in self._replicas.items() if info.model == job.model]
         self._positions[job.id] = max(self._heard, self._positions[job.id], key=order)
         await self._store.apply(job, actions, replicas, self._positions[job.id], now)
@@ -206,10 +219,18 @@ class Launcher:
             log.info("%s: %s -> %s: %s", move.replica, move.before, move.after, move.reason)
 
     async def _sizes(self, replicas: Collection[str]) -> dict[str, BatchSizes]:
-        """What the coordinator chose, for those it chose something for."""
+        """What the coordinator chose, for those it chose something for; damaged fields count as nothing."""
         async with self.redis.pipeline(transaction=False) as pipe:
             for id_ in replicas:
                 pipe.hgetall(self.keys.config(id_))
             rows = await pipe.execute()
-        found = {id_: sizes_from_hash(row) for id_, row in zip(replicas, rows, strict=True)}
-        return {id_: sizes for id_, sizes in found.items() if sizes is not None}
+        found: dict[str, BatchSizes] = {}
+        for id_, row in zip(replicas, rows, strict=True):
+            try:
+                sizes = sizes_from_hash(row)
+            except MessageError as error:
+                log.error("%s: %s", id_, error)
+                continue
+            if sizes is not None:
+                found[id_] = sizes
+        return found

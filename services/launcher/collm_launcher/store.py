@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Sequence
 
@@ -12,8 +13,9 @@ from redis.exceptions import WatchError
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
 from collm_common.lease import Lease
+from collm_common.messages import LoadAdapter
 from collm_launcher.policy.job import Action, Job
-from collm_launcher.transaction import Transaction
+from collm_launcher.transaction import Transaction, send
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,23 @@ class JobStore:
         while await self._redis.exists(self._keys.adapter_version(name, following)):
             following += 1
         return int(version), following
+
+    async def trained_s(self, name: str) -> float:
+        """When the adapter's last job ended, Unix seconds; 0 if none did."""
+        return float(await self._redis.hget(self._keys.adapter(name), "trained_s") or 0.0)
+
+    async def remind(self, replica: str, name: str) -> None:
+        """Tell a replica the current version. One that is published at this moment is told by whoever publishes it."""
+        key = self._keys.adapter(name)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.watch(key)
+            version = int(await pipe.hget(key, "version") or 0)
+            if version == 0:
+                return
+            pipe.multi()
+            send(pipe, self._keys, replica, LoadAdapter(name=name, version=version), name)
+            with contextlib.suppress(WatchError):
+                await pipe.execute()
 
     async def apply(
         self, job: Job, actions: Sequence[Action], replicas: Collection[str], position: str, now: float

@@ -19,6 +19,12 @@ CONTROL_MAXLEN = 1000
 KEEP_ENDED_S = 24 * 3600
 
 
+def send(pipe: Any, keys: Keys, replica: str, command: Control, about: str) -> None:
+    """Queue one command to a replica; `about` is for people."""
+    entry = streams.fields(messages.kind(command), about, messages.encode(command))
+    pipe.xadd(keys.control(replica), entry, maxlen=CONTROL_MAXLEN, approximate=True)
+
+
 class Transaction:
     """Queues commands on `pipe`, which its owner executes. `replicas` are all of the job's model.
 
@@ -76,14 +82,14 @@ class Transaction:
         if job.ended:
             self._pipe.srem(self._keys.jobs, job.id)
             self._pipe.expire(key, KEEP_ENDED_S)
+            self._pipe.hset(self._keys.adapter(job.adapter), "trained_s", self._now)
             return
         self._pipe.sadd(self._keys.jobs, job.id)
         for id_ in job.clients:
             self._pipe.hset(self._keys.replica(id_), "job", job.id)
 
     def _command(self, replica: str, command: Control) -> None:
-        entry = streams.fields(messages.kind(command), self._job.id, messages.encode(command))
-        self._pipe.xadd(self._keys.control(replica), entry, maxlen=CONTROL_MAXLEN, approximate=True)
+        send(self._pipe, self._keys, replica, command, self._job.id)
 
     def _event(self, event: Event, id_: str) -> None:
         entry = streams.fields(messages.kind(event), id_, messages.encode(event))
