@@ -75,6 +75,22 @@ async def test_a_failed_handler_leaves_its_entry_to_be_found_again(redis: Redis)
     assert (await redis.xpending(STREAM, "g"))["pending"] == 0
 
 
+async def test_what_is_no_entry_is_removed_and_stops_nobody(redis: Redis) -> None:
+    """Garbage that keeps a place for ever, or a kind that is no text and takes its reader down."""
+    work = queue(redis)
+    await work.create()
+    await redis.xadd(STREAM, {"kind": "k"})
+    await redis.xadd(STREAM, streams.fields("k", "a", b"x") | {"kind": b"\xff"})
+    tail = Tail(redis, STREAM)
+    await tail.start("0")
+    assert [entry.id for entry in await tail.read(10)] == ["a"]
+    assert [entry.id for entry in await work.read(10)] == ["a"]
+    assert await redis.xlen(STREAM) == 1
+    await redis.xdel(STREAM, (await work.unfinished(1))[0].entry_id)
+    assert await work.unfinished(10) == []
+    assert (await redis.xpending(STREAM, "g"))["pending"] == 0
+
+
 async def test_a_group_that_is_gone_is_made_again_from_the_start(redis: Redis) -> None:
     """A consumer that loops on NOGROUP for ever after the broker lost its last second, or misses the backlog."""
     work = queue(redis)

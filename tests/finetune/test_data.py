@@ -46,6 +46,9 @@ def test_every_accepted_shape_becomes_a_record() -> None:
     [
         ("{", "one object per line"),
         ("[1]", "one object per line"),
+        ("[" * 100_000, "one object per line"),
+        ('{"prompt": "q", "completion": "a", "n": ' + "9" * 5000 + "}", "one object per line"),
+        ('{"prompt": "q", "completion": "\\ud800"}', "completion"),
         ('{"text": "x"}', "messages"),
         ('{"prompt": "q"}', "completion"),
         ('{"prompt": "", "completion": "a"}', "prompt"),
@@ -64,6 +67,12 @@ def test_a_bad_line_is_named_with_its_field(line: str, named: str) -> None:
     """An "invalid schema" that leaves its reader to search thousands of lines."""
     with pytest.raises(DataError, match=rf"line 2: .*{named}"):
         check_text(json.dumps({"prompt": "q", "completion": "a"}) + "\n" + line)
+
+
+def test_only_a_newline_ends_a_line() -> None:
+    """Text with a line separator of Unicode, which JSON may hold as it is, cut in two and refused."""
+    lines = [json.dumps({"prompt": "q", "completion": text}, ensure_ascii=False) for text in ("a\u2028b", "c\x85d")]
+    assert [record.answer for record in parse("\r\n".join(lines))] == ["a\u2028b", "c\x85d"]
 
 
 def test_the_first_errors_are_listed_together_and_bounded() -> None:

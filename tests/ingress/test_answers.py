@@ -94,9 +94,9 @@ async def test_a_prompt_may_be_tokens(redis: Redis, keys: Keys, tokenizer_folder
     """Benchmarks that send token ids."""
     async with front(redis, keys, tokenizer_folder) as site:
         _, ids = await site.post(TEXT, text([[1, 2, 3]]))
-        wrong, body = await site.post(TEXT, text([1, 10_000]))
+        wrong = [await site.post(TEXT, text([1, token])) for token in (10_000, -1)]
     assert ids["usage"]["prompt_tokens"] == 3
-    assert (wrong, body["error"]["param"]) == (400, "prompt")
+    assert [(status, body["error"]["param"]) for status, body in wrong] == [(400, "prompt")] * 2
 
 
 async def test_liveness_readiness_and_metrics(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     assert param.split(".")[-1].split("[")[0] in refused.value.message
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"null", b'{"model": "m"}'])
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"null", b'{"model": "m"}', b"[" * 100_000])
 def test_what_is_no_request_is_refused(data: bytes) -> None:
     """A broken body that ends in an internal error."""
     with pytest.raises(InvalidRequest) as refused:

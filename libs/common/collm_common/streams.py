@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -11,6 +12,9 @@ from msgspec import Struct
 from redis.asyncio import Redis
 
 from collm_common.broker import BLOCK_S
+
+log = logging.getLogger(__name__)
+Rows = Sequence[tuple[bytes, dict[bytes, bytes] | None]]
 
 
 class AckPolicy(Enum):
@@ -36,10 +40,10 @@ def fields(kind: str, id_: str, data: bytes) -> dict[Any, Any]:
     return {"kind": kind, "id": id_, "data": data}
 
 
-def parse(key: str, rows: Sequence[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Entry]:
-    """Entries of one reply. A claimed entry whose body is gone (a ghost of a trimmed stream) is left out."""
+def parse(key: str, rows: Rows) -> list[Entry]:
+    """Entries of one reply. What has no body (a ghost of a trimmed stream) or not the fields of one is left out."""
     return [
-        Entry(key, id_.decode(), row[b"kind"].decode(), row[b"id"].decode(), row[b"data"])
+        Entry(key, id_.decode(), row[b"kind"].decode(errors="replace"), row[b"id"].decode(errors="replace"), row[b"data"])
         for id_, row in rows
         if row and b"kind" in row and b"id" in row and b"data" in row
     ]
@@ -73,8 +77,7 @@ class WorkQueue:
         if not pending:
             return []
         ids = [row["message_id"] for row in pending]
-        rows = await self.redis.xclaim(self.key, self.group, self.consumer, 0, ids)
-        return parse(self.key, rows)
+        return await self._entries(await self.redis.xclaim(self.key, self.group, self.consumer, 0, ids))
 
     async def ack(self, *entry_ids: str) -> None:
         """Acknowledge and delete in one transaction."""
@@ -103,7 +106,17 @@ class WorkQueue:
                 raise
             await self.create()
             return []
-        return parse(self.key, reply[0][1]) if reply else []
+        return await self._entries(reply[0][1]) if reply else []
+
+    async def _entries(self, rows: Rows) -> list[Entry]:
+        """The entries among `rows`; the rest is removed, or it would count as waiting for ever."""
+        entries = parse(self.key, rows)
+        known = {entry.entry_id for entry in entries}
+        wrong = [id_.decode() for id_, _ in rows if id_.decode() not in known]
+        if wrong:
+            log.error("removing what is no entry of %s: %s", self.key, ", ".join(wrong))
+            await self.ack(*wrong)
+        return entries
 
 
 class Tail:

@@ -182,7 +182,7 @@ def parse(kind: type[B], data: bytes) -> B:
     """Raises InvalidRequest that names the field."""
     try:
         raw: Any = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}", param="body", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object", param="body", code="invalid_json")

@@ -24,7 +24,8 @@ class Tokenizing:
         tokens = await asyncio.to_thread(self._prompt, body)
         if not tokens:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        wrong = next((token for token in tokens if token >= len(self._tokenizer)), None)
+        size = len(self._tokenizer)
+        wrong = next((token for token in tokens if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(f"prompt: token {wrong} is not in the vocabulary", param="prompt")
         return tokens

@@ -50,8 +50,9 @@ def parse_line(number: int, line: str) -> Record:
     """One line; raises DataError."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"not JSON ({error.msg}): one object per line, got {_short(line)}", line=number) from error
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"not JSON ({reason}): one object per line, got {_short(line)}", line=number) from error
     if not isinstance(row, dict):
         raise DataError(f"one object per line, got {_short(row)}", line=number)
     if "messages" in row:
@@ -67,7 +68,8 @@ def parse_line(number: int, line: str) -> Record:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    """JSON itself may hold what `str.splitlines` takes for the end of a line, such as U+2028."""
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
 def _chat(number: int, turns: Any) -> Record:
@@ -92,6 +94,8 @@ def _text(number: int, row: Mapping[str, Any], field: str, where: str = "") -> s
     value = row.get(field)
     if not isinstance(value, str) or not value:
         raise DataError(f"must be a text that is not empty, got {_short(value)}", line=number, field=where + field)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError("has half of a surrogate pair, which is no character", line=number, field=where + field)
     if len(value) > MAX_FIELD_CHARS:
         raise DataError(
             f"has {len(value)} characters, the limit is {MAX_FIELD_CHARS}", line=number, field=where + field
