@@ -24,6 +24,7 @@ from collm_common.registry import Registry
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_coordinator.service import Coordinator
 from collm_coordinator.settings import CoordinatorSettings
+from collm_launcher.policy.idle import IdleRules
 from collm_launcher.policy.job import Clean, Forget, Job, Phase, Publish, Rules
 from collm_launcher.policy.rounds import start
 from collm_launcher.service import Launcher
@@ -54,8 +55,9 @@ async def all_in(redis: Redis, keys: Keys, state: ReplicaState) -> bool:
     return {info.state for info in (await Registry(redis, keys).replicas()).values() if info.alive} == {state}
 
 
-async def some_in(redis: Redis, keys: Keys, state: ReplicaState) -> bool:
-    return any(info.state is state for info in (await Registry(redis, keys).replicas()).values())
+async def unchosen(redis: Redis, keys: Keys) -> bool:
+    told = [event for event in await events(redis, keys) if isinstance(event, StateChanged)]
+    return any(event.before is IDLE and event.after is SERVING for event in told)
 
 
 async def rounds_heard(members: list[SimReplica], count: int) -> bool:
@@ -232,11 +234,8 @@ async def test_the_pause_after_a_job_outlives_its_launcher(redis: Redis, keys: K
     async with replicas(redis, keys), running(coordinator(redis)):
         async with running(launcher(redis)):
             await eventually(lambda: ended(redis, keys))
-        second = launcher(redis)
-        async with running(second):
-            await eventually(lambda: second.leads)
-            await eventually(lambda: some_in(redis, keys, IDLE))
-            assert not second.jobs
+        async with running(launcher(redis, idle=IdleRules(window=2, return_ticks=2))):
+            await eventually(lambda: unchosen(redis, keys))
     assert (await status(redis, keys)).count("forming") == 1
 
 
