@@ -11,14 +11,16 @@ return 1
 """
 
 ACQUIRE = """
--- KEYS: lease, fence counter. ARGV: holder, ttl ms. The token is `holder#n`, n grows with every change of hands
+-- KEYS: lease, fence counter. ARGV: holder, ttl ms. The token is `holder#n.time`: n grows with every change of hands,
+-- the time tells it from the n-th one of a broker that has lost its memory since
 local held = redis.call('GET', KEYS[1])
 if held then
-  if string.match(held, '^(.*)#%d+$') ~= ARGV[1] then return false end
+  if string.match(held, '^(.*)#[^#]*$') ~= ARGV[1] then return false end
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   return held
 end
-local token = ARGV[1] .. '#' .. redis.call('INCR', KEYS[2])
+local time = redis.call('TIME')
+local token = ARGV[1] .. '#' .. redis.call('INCR', KEYS[2]) .. '.' .. time[1] .. '.' .. time[2]
 redis.call('SET', KEYS[1], token, 'PX', ARGV[2])
 return token
 """

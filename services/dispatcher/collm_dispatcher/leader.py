@@ -45,7 +45,6 @@ class Leader:
         self._streams: set[str] = set()
         self._mover = Mover(redis, self.keys)
         self._token: str | None = None
-        self._fenced = False
         self._tasks: list[asyncio.Task[None]] = []
         self._wake, self._urgent = asyncio.Event(), asyncio.Event()
         self._modes: dict[str, Mode] = {}
@@ -78,7 +77,7 @@ class Leader:
                 except AWAY as error:
                     log.warning("lease of %s: broker away: %s", self.model, error)
                     continue
-                if token != self._token or self._fenced:
+                if token != self._token:
                     await self._step_down()
                     if token is not None:
                         self._step_up(token)
@@ -100,7 +99,7 @@ class Leader:
 
     def _step_up(self, token: str) -> None:
         log.info("leading %s as %s", self.model, token)
-        self._token, self._backlog, self._fenced = token, self._new_backlog(), False
+        self._token, self._backlog = token, self._new_backlog()
         for key in self._streams:
             self._backlog.follow(key)
         self._balance = Balance(_limits(self.settings))
@@ -129,8 +128,6 @@ class Leader:
         try:
             await forever(f"release {self.model}", lambda: self._release(token), self.clock)
         except FencedError as error:
-            # A broker that lost everything counts its tokens anew, so the next one may look like this one.
-            self._fenced = True
             log.warning("%s: nothing was moved", error)
 
     async def _release(self, token: str) -> None:
