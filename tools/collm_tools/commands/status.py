@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.live import Live
 
 from collm_common.broker import AWAY, connection
+from collm_common.clock import checkpoint
 from collm_common.errors import BrokerError
 from collm_common.keys import Keys
 from collm_common.settings import Common
-from collm_tools.cancelling import check_cancelled
 from collm_tools.commands.types import Subcommands, positive
 from collm_tools.status.snapshot import take
 from collm_tools.status.view import render
@@ -58,7 +58,7 @@ async def watch(arguments: argparse.Namespace) -> int:
             with contextlib.suppress(asyncio.CancelledError), Live(render(snapshot), console=console) as live:
                 while True:
                     await asyncio.sleep(arguments.every)
-                    check_cancelled()
+                    checkpoint()
                     live.update(render(await take(redis, keys, arguments.url)))
     except AWAY as error:
         raise BrokerError(f"no broker at {arguments.redis}: {error}") from error

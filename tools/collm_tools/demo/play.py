@@ -10,10 +10,10 @@ import aiohttp
 from msgspec import Struct, structs
 from redis.asyncio import Redis
 
+from collm_common.clock import checkpoint
 from collm_common.errors import CollmError
 from collm_common.keys import Keys
 from collm_common.registry import Registry
-from collm_tools.cancelling import check_cancelled
 from collm_tools.demo import plan
 from collm_tools.demo.corpus import Corpus
 from collm_tools.demo.recorder import Recorder
@@ -89,7 +89,7 @@ class Play:
             self._say("waiting for the running job to end")
         while running & open_jobs and time.monotonic() < end_s:
             await asyncio.sleep(POLL_S)
-            check_cancelled()
+            checkpoint()
             open_jobs = await self._open_jobs()
 
     async def _open_jobs(self) -> set[bytes]:
@@ -107,7 +107,7 @@ async def served_as(redis: Redis, keys: Keys, model: str, within_s: float) -> st
         if time.monotonic() > end_s:
             return model
         await asyncio.sleep(POLL_S)
-        check_cancelled()
+        checkpoint()
 
 
 async def fresh_digests(redis: Redis, keys: Keys) -> Mapping[str, str]:

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 
 from collm_common import messages
 from collm_common.broker import AWAY
+from collm_common.clock import checkpoint
 from collm_common.errors import CollmError
 from collm_common.keys import Keys
 from collm_common.messages import Event, InferenceReport, TrainReport
 from collm_common.streams import Tail
-from collm_tools.cancelling import check_cancelled
 
 LIMIT = 200_000
 READ_COUNT = 1000
@@ -35,7 +35,7 @@ class Recorder:
     async def run(self) -> None:
         """From the beginning of both streams, until cancelled. A broker that is away is waited for."""
         while True:
-            check_cancelled()
+            checkpoint()
             try:
                 await self._tail.start("0")
                 entries = await self._tail.read(READ_COUNT)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from collm_common.broker import AWAY, connect
+from collm_common.clock import checkpoint
 from collm_common.errors import BrokerError
-from collm_tools.cancelling import check_cancelled
 from collm_tools.stack.service import Service, Spec
 
 POLL_S = 0.05
@@ -72,7 +72,7 @@ async def wait_for_broker(url: str, deadline_s: float, service: Service | None =
         raise BrokerError(f"{url}: {error}") from error
     try:
         while True:
-            check_cancelled()
+            checkpoint()
             try:
                 await client.ping()
             except AWAY as error:

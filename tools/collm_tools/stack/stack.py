@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from collm_common.broker import AWAY, connection
+from collm_common.clock import checkpoint
 from collm_common.keys import Keys
 from collm_common.registry import Registry
 from collm_common.settings import Common
-from collm_tools.cancelling import check_cancelled
 from collm_tools.stack.broker import broker_spec, free_port, require_free, wait_for_broker
 from collm_tools.stack.model import resolve_model
 from collm_tools.stack.options import StackOptions, service_specs
@@ -82,7 +82,7 @@ class Stack:
         async with connection(self.redis_url) as redis, aiohttp.ClientSession() as session:
             registry = Registry(redis, self.keys)
             while True:
-                check_cancelled()
+                checkpoint()
                 ready = await _ready_replicas(registry)
                 if ready != seen:
                     self._notify(f"{ready} of {self.options.replicas} replicas ready")
