@@ -30,7 +30,6 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     max_body_kb: AtLeastOne = 1024
     max_upload_mb: AtLeastOne = 64
     max_open: AtLeastOne = 1024
-    max_queued: AtLeastOne = 512
     max_tokens: AtLeastOne = 256
     max_attempts: AtLeastOne = 5
     request_timeout_s: Positive = 300.0
