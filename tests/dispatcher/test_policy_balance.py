@@ -138,6 +138,13 @@ def test_an_idle_cell_wakes_for_waiting_requests_only() -> None:
     assert plans(Demand(1, 0.0), 1, *cell)[0].promote == ("a",)
 
 
+def test_a_long_queue_wakes_as_many_as_it_fills_at_once() -> None:
+    """An idle cell without fits that wakes one replica a tick while a burst waits."""
+    cell = [replica(id_, IDLE, service_s=None) for id_ in "abcde"]
+    assert plans(Demand(9, 0.0), 1, *cell)[0].promote == ("a", "b", "c")
+    assert plans(Demand(100, 0.0), 1, *cell)[0].promote == ("a", "b", "c", "d", "e")
+
+
 def test_training_pauses_only_after_lasting_overload_and_only_once() -> None:
     """One burst of a moment that stops a round, or a pause command with every tick."""
     cell = [replica("a"), replica("t", COMBINED)]

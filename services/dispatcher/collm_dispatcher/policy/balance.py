@@ -133,8 +133,11 @@ def shortage(active: Sequence[Carrier], demand: Demand, limits: Limits) -> float
 
 def _promotion(active: Sequence[Carrier], idle: Sequence[Carrier], demand: Demand, limits: Limits) -> list[Carrier]:
     """Idle replicas to promote until the shortage is covered; where nobody is active, only waiting work counts."""
-    missing = shortage(active, demand, limits) if active or demand.queued else 0.0
-    fitted = _capacity(active) is not None
+    fitted = _capacity(active or idle) is not None
+    if active:
+        missing = shortage(active, demand, limits)
+    else:
+        missing = (wanted(demand, limits) if fitted else demand.queued) if demand.queued else 0.0
     chosen: list[Carrier] = []
     for replica in idle:
         if missing <= 0:
