@@ -182,6 +182,29 @@ async def test_samples_become_a_model_and_batch_sizes_that_keep_the_slo(redis: R
         assert b"goodput" in reason
 
 
+@pytest.mark.parametrize(("accumulation", "larger"), [("1", True), ("64", False), ("many", True)])
+async def test_accumulation_is_what_the_job_says(redis: Redis, keys: Keys, accumulation: str, larger: bool) -> None:
+    """An efficiency of the micro-batch where the optimiser sees 64 of them: batches that are much too large.
+
+    With p = 50, M = B is worth its size up to 8, while of M = 64 B every further sample is worth next to nothing.
+    """
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    await Registry(redis, keys).update("r1", job="j")
+    await redis.hset(keys.job("j"), "accumulation", accumulation)
+    cells = [(train, infer, 0.02 + 0.001 * (infer + train)) for train in (0, 1, 2, 4) for infer in (1, 2, 4)]
+    async with running(redis, min_infer_share=0.0):
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
+        for train in (1, 2, 4):
+            for infer in (1, 4):
+                await say(redis, keys.telemetry, training(train, infer, 0.2 + 0.2 * train))
+        event = UpdateUploaded(job="j", round=1, replica="r1", samples=9, loss=1.0, loss_last=1.0, time_s=1.0)
+        await say(redis, keys.events, event)
+        await eventually(partial(_has_sizes, redis, keys))
+        sizes = await latency.load_sizes(redis, keys, "r1")
+        assert sizes is not None
+        assert (sizes.train > 1) is larger
+
+
 async def test_a_serving_replica_is_fitted_without_touching_its_sizes(redis: Redis, keys: Keys) -> None:
     """A dispatcher without a latency model for the replicas that only serve."""
     await register(redis, keys, ReplicaState.SERVING, "r1")

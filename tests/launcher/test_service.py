@@ -292,8 +292,8 @@ async def test_a_job_is_stored_readably_and_comes_back_as_it_was(redis: Redis, k
     one = job(phase=Phase.TRAINING, round=2, rules=Rules(rounds=7))
     await store.apply(one, [], [], "12-3", 0.0)
     assert await store.jobs() == ({"j": one}, {"j": "12-3"})
-    readable = await redis.hmget(keys.job("j"), ["status", "round", "server", "clients"])
-    assert readable == [b"training", b"2", b"r0", b"r0,r1,r2"]
+    readable = await redis.hmget(keys.job("j"), ["status", "round", "server", "clients", "accumulation"])
+    assert readable == [b"training", b"2", b"r0", b"r0,r1,r2", b"1"]
     one.phase = Phase.DONE
     await store.apply(one, [], [], "12-4", 0.0)
     assert await store.jobs() == ({}, {})

@@ -180,14 +180,18 @@ class Coordinator:
         known = await self._sizes(info.id)
         if not settle and known is not None and keeps_slo(fitted, known, self._demand(model)):
             return
-        choice = self.choice(info, model, fitted)
+        choice = self._choice(info, model, fitted, await self._accumulation(info.job))
         if known != choice.sizes:
             reason = f"goodput {choice.goodput:.3g} samples/s" if choice.feasible else "nothing keeps the SLO"
             await self._configure(info.id, choice.sizes, reason)
 
-    def choice(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel) -> Choice:
-        """The solver's answer for what is known of a replica."""
-        learning = Learning(max(1, model.first_batch), self.settings.accumulation, model.noise_scale)
+    async def _accumulation(self, job: str) -> int:
+        """Micro-steps that make an optimiser step of this job; 1 where it does not say."""
+        said = await self.redis.hget(self.keys.job(job), "accumulation")
+        return max(1, int(said)) if said is not None and said.isdigit() else 1
+
+    def _choice(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel, accumulation: int) -> Choice:
+        learning = Learning(max(1, model.first_batch), accumulation, model.noise_scale)
         batches = range(1, self.settings.max_train_batch + 1)
         floor = max(1, round(self.settings.min_infer_share * info.infer_batch_max))
         return solve(fitted, batches, info.infer_batch_max, self._demand(model), learning, floor)

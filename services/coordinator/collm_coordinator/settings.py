@@ -15,14 +15,12 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 class CoordinatorSettings(Common, frozen=True, kw_only=True):
     """`slo` is what Combined replicas must keep (JSON: ttft_s, tpot_s, e2e_s). B is at most `max_train_batch`.
 
-    `accumulation` micro-steps make an optimiser step. A Combined replica keeps at least `min_infer_share` of the
-    engine's limit as b.
+    A Combined replica keeps at least `min_infer_share` of the engine's limit as b.
     """
 
     slo: Slo = Slo(name="default")
     max_train_batch: AtLeastOne = 8
     first_train_max: AtLeastOne = 4
-    accumulation: AtLeastOne = 1
     min_infer_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     fit_s: Positive = 5.0
     lease_ttl_s: Positive = 5.0

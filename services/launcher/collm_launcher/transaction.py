@@ -77,6 +77,7 @@ class Transaction:
             "server": job.server,
             "clients": ",".join(job.clients),
             "accepted": job.accepted,
+            "accumulation": job.rules.hyper.accumulation,
         }
         self._pipe.hset(key, mapping={**readable, "position": position, "state": msgspec.msgpack.encode(job)})
         if job.ended:
