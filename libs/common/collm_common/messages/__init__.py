@@ -1,0 +1,105 @@
+"""Every message that crosses Redis: one Struct a kind, one tagged union a receiver, MessagePack on the wire.
+
+A stream entry is `kind`, `id` (readable in redis-cli) and `data` (the bytes of `encode`). `decode` checks types,
+ranges and the schema version on arrival; a wrong message raises MessageError that names the field.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from collm_common.errors import MessageError
+from collm_common.messages.base import SCHEMA, Message, RequestId, Tokens
+from collm_common.messages.control import (
+    Aggregate,
+    Cancel,
+    Configure,
+    Control,
+    Evaluate,
+    Hyperparams,
+    LoadAdapter,
+    PauseTraining,
+    ResumeTraining,
+    StopTraining,
+    TrainRound,
+)
+from collm_common.messages.events import (
+    AdapterPublished,
+    Aggregated,
+    Evaluated,
+    Event,
+    JobChanged,
+    ReplicaChanged,
+    StateChanged,
+    TaskFailed,
+    UpdateUploaded,
+)
+from collm_common.messages.replies import Delta, Done, Failed, Lost, Replies, Reply, TokenLogprob
+from collm_common.messages.telemetry import InferenceReport, Iteration, Telemetry, TrainReport
+from collm_common.messages.work import Request
+
+__all__ = [
+    "SCHEMA",
+    "AdapterPublished",
+    "Aggregate",
+    "Aggregated",
+    "AnyMessage",
+    "Cancel",
+    "Configure",
+    "Control",
+    "Delta",
+    "Done",
+    "Evaluate",
+    "Evaluated",
+    "Event",
+    "Failed",
+    "Hyperparams",
+    "InferenceReport",
+    "Iteration",
+    "JobChanged",
+    "LoadAdapter",
+    "Lost",
+    "Message",
+    "PauseTraining",
+    "ReplicaChanged",
+    "Replies",
+    "Reply",
+    "Request",
+    "RequestId",
+    "ResumeTraining",
+    "StateChanged",
+    "StopTraining",
+    "TaskFailed",
+    "Telemetry",
+    "TokenLogprob",
+    "Tokens",
+    "TrainReport",
+    "TrainRound",
+    "UpdateUploaded",
+    "decode",
+    "encode",
+    "kind",
+]
+
+AnyMessage = Request | Replies | Control | Telemetry | Event
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The bytes that `decode` takes back."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """Raises MessageError that names what is wrong and where."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise MessageError(f"bad message: {error}") from error
+
+
+def kind(message: AnyMessage) -> str:
+    """The readable kind of a message, as in the stream entry's field."""
+    return str(type(message).__struct_config__.tag)

@@ -1,0 +1,105 @@
+"""Commands: ingress, coordinator, launcher, dispatcher -> replica."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from collm_common.messages.base import Message, RequestId
+from collm_common.types import BatchSizes, Count, Name, Positive
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+    """The client left: stop within one step. Nothing is replied."""
+
+    id: RequestId
+
+
+class Configure(Message, frozen=True, kw_only=True, tag="configure"):
+    """New batch sizes; `infer` caps the running batch, `train` is the micro-step of fine-tuning."""
+
+    sizes: BatchSizes
+
+
+class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
+    """Make a version of `name` current; 0 is the base model."""
+
+    name: Name
+    version: Count
+
+
+class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
+    """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps."""
+
+    rank: Annotated[int, Meta(ge=1, le=1024)] = 8
+    alpha: Positive = 16.0
+    learning_rate: Positive = 1e-3
+    warmup_steps: Count = 3
+    accumulation: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: Annotated[int, Meta(ge=8)] = 256
+    snapshot_steps: Count = 0
+    heldout_samples: Annotated[int, Meta(ge=1)] = 8
+
+
+class TrainRound(Message, frozen=True, kw_only=True, tag="train_round"):
+    """Train `steps` optimiser steps from `start` (version 0: fresh LoRA weights, equal on all clients by `seed`).
+
+    `first_step` and `total_steps` place the round in the job's learning-rate schedule. Upload by `deadline_s`.
+    """
+
+    job: Name
+    round: Annotated[int, Meta(ge=1)]
+    adapter: Name
+    start: Count
+    sizes: BatchSizes
+    steps: Annotated[int, Meta(ge=1)]
+    first_step: Count
+    total_steps: Annotated[int, Meta(ge=1)]
+    hyper: Hyperparams
+    seed: Count = 0
+    deadline_s: float
+
+
+class Aggregate(Message, frozen=True, kw_only=True, tag="aggregate"):
+    """For the server replica: combine the clients' updates into `version`, a candidate until it is published."""
+
+    job: Name
+    round: Annotated[int, Meta(ge=1)]
+    adapter: Name
+    version: Annotated[int, Meta(ge=1)]
+    parent: Count
+    clients: tuple[Name, ...]
+    strategy: str = "fedavg"
+    hyper: Hyperparams
+    deadline_s: float
+
+
+class Evaluate(Message, frozen=True, kw_only=True, tag="evaluate"):
+    """Measure held-out cross-entropy of a stored version (0: the base model) on this replica's own data."""
+
+    job: Name
+    round: Annotated[int, Meta(ge=1)]
+    adapter: Name
+    version: Count
+    hyper: Hyperparams
+    deadline_s: float
+
+
+class PauseTraining(Message, frozen=True, kw_only=True, tag="pause_training"):
+    """Stop between micro-steps until resumed."""
+
+
+class ResumeTraining(Message, frozen=True, kw_only=True, tag="resume_training"):
+    """Go on."""
+
+
+class StopTraining(Message, frozen=True, kw_only=True, tag="stop_training"):
+    """Leave the job: discard what the round has done so far."""
+
+    job: Name
+
+
+Control = (
+    Cancel | Configure | LoadAdapter | TrainRound | Aggregate | Evaluate | PauseTraining | ResumeTraining | StopTraining
+)

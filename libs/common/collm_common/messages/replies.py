@@ -1,0 +1,70 @@
+"""Replies: replica, or whoever gives a request up -> ingress."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from collm_common.messages.base import Message, RequestId, Tokens
+from collm_common.types import AdapterRef, Count, Quality
+
+
+class TokenLogprob(Struct, frozen=True):
+    """Log-probability of the chosen token and of the most likely ones (token, logprob)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(Struct, frozen=True, tag="delta", tag_field="kind"):
+    """New tokens of one request. `offset` counts the output tokens before these, prefix included.
+
+    `finish` is None, or why it ended: stop, length, cancelled.
+    """
+
+    id: RequestId
+    attempt: Count
+    offset: Count
+    tokens: Tokens
+    text: str
+    adapter: AdapterRef | None = None
+    finish: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Done(Struct, frozen=True, tag="done", tag_field="kind"):
+    """The request is complete and its entry gone. Times are seconds at the replica."""
+
+    id: RequestId
+    attempt: Count
+    output_tokens: Count
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    quality: Quality | None = None
+
+
+class Failed(Struct, frozen=True, tag="failed", tag_field="kind"):
+    """The request cannot be served: an HTTP status with the reason."""
+
+    id: RequestId
+    attempt: Count
+    status: int
+    code: str
+    message: str
+
+
+class Lost(Struct, frozen=True, tag="lost", tag_field="kind"):
+    """The replica that had the request is gone: its ingress appends it again with what the client has seen."""
+
+    id: RequestId
+    attempt: Count
+
+
+Reply = Delta | Done | Failed | Lost
+
+
+class Replies(Message, frozen=True, kw_only=True, tag="replies"):
+    """Everything one engine step says to one ingress."""
+
+    items: tuple[Reply, ...]

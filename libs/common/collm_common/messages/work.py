@@ -1,0 +1,32 @@
+"""Work: ingress -> dispatch loop -> replica."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from collm_common.messages.base import Message, RequestId, Tokens
+from collm_common.types import Count, Name, SamplingParams, Slo
+
+
+class Request(Message, frozen=True, kw_only=True, tag="request"):
+    """One request on its way. `prefix` are tokens its client has already seen: the answer continues after them.
+
+    `adapter` is "" for the base model; `version` pins it, None takes what is current at admission.
+    `reference` tokens are scored (never sampled) under the same adapter version once the answer is complete.
+    """
+
+    id: RequestId
+    attempt: Count = 0
+    ingress: Name
+    model: Name
+    adapter: str = ""
+    version: str | None = None
+    prompt: Annotated[Tokens, Meta(min_length=1)]
+    prefix: Tokens = ()
+    reference: Tokens = ()
+    sampling: SamplingParams
+    slo: Slo
+    arrival_s: float
+    deadline_s: float
