@@ -329,6 +329,7 @@ def test_a_round_below_the_quorum_is_discarded_and_too_many_end_the_job() -> Non
     driver.upload("r1")
     driver.tick(driver.job.rules.train_s)
     assert (driver.job.phase, driver.job.round, driver.job.rejected) == (Phase.TRAINING, 2, 1)
+    assert sent(driver.actions, LoadAdapter) == {id_: LoadAdapter(name="desk", version=0) for id_ in IDS}
     assert of(driver.actions, Clean) == [Clean(1, IDS)]
     driver.tick(driver.job.rules.train_s)
     assert driver.job.phase is Phase.DONE

@@ -126,8 +126,7 @@ def judge(job: Job, now: float) -> list[Action]:
         job.rejected += 1
         known = before is not None and after is not None
         verdict = f"rejected: {after:.4f} after {before:.4f}" if known else "rejected: nobody measured both versions"
-        actions.append(Forget(job.candidate))
-        actions += [Send(id_, LoadAdapter(name=job.adapter, version=job.version)) for id_ in job.clients]
+        actions += [Forget(job.candidate), *take_back(job)]
     else:
         job.rejected, job.version = 0, job.candidate
         job.accepted += 1
@@ -154,7 +153,13 @@ def discard(job: Job, now: float, reason: str) -> list[Action]:
     if job.phase is Phase.AGGREGATING:
         leftovers.append(abandon(job))
     stops = [Send(id_, StopTraining(job=job.id)) for id_ in job.clients]
-    return [*leftovers, *stops, announce(job, now, f"round discarded: {reason}"), *_next(job, now)]
+    said = announce(job, now, f"round discarded: {reason}")
+    return [*leftovers, *stops, *take_back(job), said, *_next(job, now)]
+
+
+def take_back(job: Job) -> list[Action]:
+    """The clients' own snapshots of a round that came to nothing give way to the last accepted version."""
+    return [Send(id_, LoadAdapter(name=job.adapter, version=job.version)) for id_ in job.clients]
 
 
 def end(job: Job, now: float, phase: Phase, reason: str) -> list[Action]:
