@@ -6,16 +6,15 @@ import logging
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
-from collm_common import messages, streams
+from collm_common import messages, post
 from collm_common.keys import Keys
 from collm_common.messages import Event, ReplicaChanged, StateChanged
 from collm_common.scripts import TRANSITION
 from collm_common.types import ReplicaInfo, ReplicaState
 
 log = logging.getLogger(__name__)
-
-EVENTS_MAXLEN = 100_000
 
 
 class Registry:
@@ -26,8 +25,9 @@ class Registry:
         self._transition = redis.register_script(TRANSITION)
 
     async def register(self, info: ReplicaInfo, lease_ttl_s: float) -> None:
-        """Write the whole entry (state as given) and the first heartbeat."""
+        """Write the whole entry (state as given), whatever was there, and the first heartbeat."""
         async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self.keys.replica(info.id))
             pipe.hset(self.keys.replica(info.id), mapping=_to_hash(info))
             pipe.sadd(self.keys.replicas, info.id)
             pipe.set(self.keys.lease(info.id), info.incarnation, px=round(lease_ttl_s * 1000))
@@ -53,28 +53,48 @@ class Registry:
 
     async def replicas(self) -> dict[str, ReplicaInfo]:
         """All entries; `alive` is false where the lease has run out."""
-        ids = sorted(name.decode() for name in await self.redis.smembers(self.keys.replicas))
+        return await self._read(
+            sorted(name.decode(errors="replace") for name in await self.redis.smembers(self.keys.replicas))
+        )
+
+    async def replica(self, id_: str) -> ReplicaInfo | None:
+        """One entry, None if it is not there or damaged."""
+        return (await self._read([id_])).get(id_)
+
+    async def _read(self, ids: list[str]) -> dict[str, ReplicaInfo]:
         async with self.redis.pipeline(transaction=False) as pipe:
             for id_ in ids:
                 pipe.hgetall(self.keys.replica(id_))
                 pipe.exists(self.keys.lease(id_))
-            replies = await pipe.execute()
-        found = zip(ids, replies[::2], replies[1::2], strict=True)
-        infos = {id_: _from_hash(id_, row, bool(alive)) for id_, row, alive in found if b"state" in row}
-        return {id_: info for id_, info in infos.items() if info is not None}
+            replies = await pipe.execute(raise_on_error=False)
+        infos = {}
+        for id_, row, alive in zip(ids, replies[::2], replies[1::2], strict=True):
+            for reply in (row, alive):
+                if isinstance(reply, Exception) and not isinstance(reply, ResponseError):
+                    raise reply
+            if row and (info := _from_hash(id_, row, bool(alive))) is not None:
+                infos[id_] = info
+        return infos
 
     async def transition(
         self, replica: str, before: ReplicaState, after: ReplicaState, reason: str, now: float
     ) -> bool:
         """Compare-and-set of the state with its event; False if another was first (nothing happened then)."""
-        event = StateChanged(replica=replica, before=before, after=after, reason=reason, time_s=now)
-        args = [before.value, after.value, replica, messages.encode(event), EVENTS_MAXLEN]
-        return bool(await self._transition(keys=[self.keys.replica(replica), self.keys.events], args=args))
+        keys, args = transition_call(self.keys, replica, before, after, reason, now)
+        return bool(await self._transition(keys=keys, args=args))
 
     async def announce(self, event: Event, id_: str) -> None:
         """Append one event."""
-        kind, data = messages.kind(event), messages.encode(event)
-        await streams.append(self.redis, self.keys.events, kind, id_, data, maxlen=EVENTS_MAXLEN)
+        await post.event(self.redis, self.keys, event, id_)
+
+
+def transition_call(
+    keys: Keys, replica: str, before: ReplicaState, after: ReplicaState, reason: str, now: float
+) -> tuple[list[str], list[str | bytes | int]]:
+    """KEYS and ARGV of the script TRANSITION, for who calls it inside a transaction of its own."""
+    event = StateChanged(replica=replica, before=before, after=after, reason=reason, time_s=now)
+    args = [before.value, after.value, replica, messages.encode(event), post.EVENTS_MAXLEN]
+    return [keys.replica(replica), keys.events], args
 
 
 def _text(value: object) -> str:
@@ -85,8 +105,11 @@ def _to_hash(info: ReplicaInfo) -> dict[str, str]:
     return {k: _text(v) for k, v in msgspec.structs.asdict(info).items() if k != "alive"}
 
 
-def _from_hash(id_: str, row: dict[bytes, bytes], alive: bool) -> ReplicaInfo | None:
+def _from_hash(id_: str, row: dict[bytes, bytes] | ResponseError, alive: bool) -> ReplicaInfo | None:
     """None, with a log line, for an entry that somebody damaged: one of them must not stop a service."""
+    if isinstance(row, ResponseError):
+        log.error("skipping the registry entry of %s: %s", id_, row)
+        return None
     try:
         known = {k.decode(): v.decode() for k, v in row.items()}
         fields = {name: known[name] for name in ReplicaInfo.__struct_fields__ if name in known}

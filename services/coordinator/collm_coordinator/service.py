@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from redis.asyncio import Redis
 
-from collm_common import latency, messages, streams
+from collm_common import latency, messages, post
 from collm_common.broker import AWAY
 from collm_common.clock import Clock
 from collm_common.errors import MessageError
@@ -35,7 +35,6 @@ from collm_coordinator.solver import Choice, Demand, Learning, first_draw, keeps
 log = logging.getLogger(__name__)
 
 BATCH = 500
-CONTROL_MAXLEN = 1000
 
 
 class Coordinator:
@@ -235,6 +234,4 @@ class Coordinator:
         await self._command(replica, sizes)
 
     async def _command(self, replica: str, sizes: BatchSizes) -> None:
-        command = Configure(sizes=sizes)
-        key, kind, data = self.keys.control(replica), messages.kind(command), messages.encode(command)
-        await streams.append(self.redis, key, kind, "coordinator", data, maxlen=CONTROL_MAXLEN)
+        await post.command(self.redis, self.keys, replica, Configure(sizes=sizes), "coordinator")

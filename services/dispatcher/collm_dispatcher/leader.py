@@ -10,7 +10,7 @@ from functools import partial
 
 from redis.asyncio import Redis
 
-from collm_common import messages, streams
+from collm_common import post
 from collm_common.broker import AWAY, stop_all
 from collm_common.clock import Clock, ticks
 from collm_common.errors import FencedError
@@ -28,7 +28,6 @@ from collm_dispatcher.retry import forever
 from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)
-CONTROL_MAXLEN = 10_000
 BATCH = 128
 
 
@@ -245,13 +244,9 @@ class Leader:
         if plan.promote:
             await self.cell.refresh()
         for replica in plan.pause:
-            await self._command(replica, PauseTraining())
+            await post.command(self.redis, self.keys, replica, PauseTraining(), "dispatcher")
         for replica in plan.resume:
-            await self._command(replica, ResumeTraining())
-
-    async def _command(self, replica: str, command: PauseTraining | ResumeTraining) -> None:
-        kind, data = messages.kind(command), messages.encode(command)
-        await streams.append(self.redis, self.keys.control(replica), kind, replica, data, maxlen=CONTROL_MAXLEN)
+            await post.command(self.redis, self.keys, replica, ResumeTraining(), "dispatcher")
 
     async def _bury(self) -> None:
         """Give back what replicas without a lease had; not while leases may be gone because the broker was away."""

@@ -10,12 +10,13 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import WatchError
 
+from collm_common import post
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
 from collm_common.lease import Lease
 from collm_common.messages import LoadAdapter
 from collm_launcher.policy.job import Action, Job
-from collm_launcher.transaction import Transaction, send
+from collm_launcher.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class JobStore:
             if version == 0:
                 return
             pipe.multi()
-            send(pipe, self._keys, replica, LoadAdapter(name=name, version=version), name)
+            post.queue_command(pipe, self._keys, replica, LoadAdapter(name=name, version=version), name)
             with contextlib.suppress(WatchError):
                 await pipe.execute()
 

@@ -7,22 +7,15 @@ from typing import Any
 
 import msgspec
 
-from collm_common import messages, streams
+from collm_common import post
 from collm_common.keys import Keys
-from collm_common.messages import AdapterPublished, Aggregate, Control, Event, LoadAdapter, StateChanged
-from collm_common.registry import EVENTS_MAXLEN
+from collm_common.messages import AdapterPublished, Aggregate, Control, LoadAdapter
+from collm_common.registry import transition_call
 from collm_common.scripts import TRANSITION
 from collm_common.types import ReplicaState
 from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Publish, Return, Score, Send
 
-CONTROL_MAXLEN = 1000
 KEEP_ENDED_S = 24 * 3600
-
-
-def send(pipe: Any, keys: Keys, replica: str, command: Control, about: str) -> None:
-    """Queue one command to a replica; `about` is for people."""
-    entry = streams.fields(messages.kind(command), about, messages.encode(command))
-    pipe.xadd(keys.control(replica), entry, maxlen=CONTROL_MAXLEN, approximate=True)
 
 
 class Transaction:
@@ -52,7 +45,7 @@ class Transaction:
                 if isinstance(command, Aggregate):
                     self._pipe.hset(self._keys.adapter(self._job.adapter), "last", command.version)
             case Announce(event):
-                self._event(event, self._job.id)
+                post.queue_event(self._pipe, self._keys, event, self._job.id)
             case Return(replica, before, reason):
                 self._return(replica, before, reason)
             case Score(replica, quality):
@@ -90,18 +83,12 @@ class Transaction:
             self._pipe.hset(self._keys.replica(id_), "job", job.id)
 
     def _command(self, replica: str, command: Control) -> None:
-        send(self._pipe, self._keys, replica, command, self._job.id)
-
-    def _event(self, event: Event, id_: str) -> None:
-        entry = streams.fields(messages.kind(event), id_, messages.encode(event))
-        self._pipe.xadd(self._keys.events, entry, maxlen=EVENTS_MAXLEN, approximate=True)
+        post.queue_command(self._pipe, self._keys, replica, command, self._job.id)
 
     def _return(self, replica: str, before: ReplicaState, reason: str) -> None:
-        key, after = self._keys.replica(replica), ReplicaState.SERVING
-        event = StateChanged(replica=replica, before=before, after=after, reason=reason, time_s=self._now)
-        args = (before.value, after.value, replica, messages.encode(event), EVENTS_MAXLEN)
-        self._pipe.hset(key, "job", "")
-        self._pipe.eval(TRANSITION, 2, key, self._keys.events, *args)
+        keys, args = transition_call(self._keys, replica, before, ReplicaState.SERVING, reason, self._now)
+        self._pipe.hset(self._keys.replica(replica), "job", "")
+        self._pipe.eval(TRANSITION, len(keys), *keys, *args)
 
     def _publish(self, version: int, before: float, after: float) -> None:
         name = self._job.adapter
@@ -113,4 +100,4 @@ class Transaction:
         for id_ in self._replicas:
             self._command(id_, LoadAdapter(name=name, version=version))
         event = AdapterPublished(name=name, version=version, before=before, after=after, time_s=self._now)
-        self._event(event, name)
+        post.queue_event(self._pipe, self._keys, event, name)

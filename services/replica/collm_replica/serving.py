@@ -11,14 +11,23 @@ from functools import partial
 import msgspec
 from redis.asyncio import Redis
 
-from collm_common import messages, streams
+from collm_common import messages, post
 from collm_common.broker import AWAY, patiently, stop_all
 from collm_common.clock import Clock, ticks
-from collm_common.errors import AdapterError, CollmError, MessageError, RequestError, UnknownModel
+from collm_common.errors import (
+    AdapterError,
+    BrokerError,
+    CollmError,
+    MessageError,
+    RequestError,
+    Unavailable,
+    UnknownModel,
+)
 from collm_common.messages import Done, Failed, InferenceReport, Request
+from collm_common.registry import Registry
 from collm_common.requeue import GROUP
 from collm_common.streams import AckPolicy, Entry, WorkQueue
-from collm_common.types import AdapterRef, ReplicaState
+from collm_common.types import AdapterRef
 from collm_replica.adapter_feed import AdapterFeed, Loaded
 from collm_replica.engine.protocol import InferenceEngine, StepResult
 from collm_replica.outbox import Open, Outbox
@@ -27,8 +36,8 @@ from collm_replica.telemetry import Utilisation, Window
 
 log = logging.getLogger(__name__)
 
-TELEMETRY_MAXLEN = 20_000
 FIRST_READ_S = 60.0
+STRAYS_S = 2.0
 
 
 class Serving:
@@ -51,6 +60,7 @@ class Serving:
         self.training_batch = 0
         self.steps = 0
         self.draining = False
+        self._registry = Registry(redis, self.keys)
         self._outbox = Outbox(redis, self.keys, settings.id)
         self._open: dict[str, Open] = {}
         self._between_steps: deque[Callable[[], None]] = deque()
@@ -59,6 +69,7 @@ class Serving:
         self._waiting_loads: dict[str, tuple[Loaded, bool]] = {}
         self._snapshots = self._published = 0
         self._wake = asyncio.Event()
+        self._strays_s = 0.0
         self._window = Window(clock.monotonic())
 
     async def run(self) -> None:
@@ -183,7 +194,7 @@ class Serving:
         await patiently(queue.create, FIRST_READ_S)
         while not self.draining:
             try:
-                entries = await queue.read(self.settings.max_waiting)
+                entries = await self._strays(queue) + await queue.read(self.settings.max_waiting)
             except AWAY as error:
                 log.warning("subflow: broker away: %s", error)
                 await self.clock.sleep(0.5)
@@ -192,7 +203,22 @@ class Serving:
                 await self._receive(entry)
         await asyncio.Event().wait()
 
+    async def _strays(self, queue: WorkQueue) -> list[Entry]:
+        """Entries that the group has given this replica and that are not here.
+
+        A connection lost them on their way, or a restarted broker forgot that they were acknowledged; either way each
+        would keep its place in the batch for ever. To serve one twice costs tokens that nobody reads.
+        """
+        now_s = self.clock.monotonic()
+        if now_s < self._strays_s:
+            return []
+        self._strays_s = now_s + STRAYS_S
+        known = set(self._outbox.unacknowledged)
+        pending = await queue.unfinished(len(known) + self.settings.max_waiting)
+        return [entry for entry in pending if entry.entry_id not in known]
+
     async def _receive(self, entry: Entry) -> None:
+        self._outbox.unacknowledged.add(entry.entry_id)
         try:
             request = messages.decode(entry.data)
             if not isinstance(request, Request):
@@ -205,9 +231,11 @@ class Serving:
         pinned: Loaded | None = None
         refusal: RequestError | None = None
         try:
-            request, pinned = await self._with_adapter(request)
+            request, pinned = await patiently(partial(self._with_adapter, request), FIRST_READ_S)
         except RequestError as error:
             refusal = error
+        except BrokerError as error:
+            refusal = Unavailable(str(error), code="broker_away")
         self.between_steps(lambda: self._admit(entry.entry_id, request, pinned, refusal))
 
     async def _with_adapter(self, request: Request) -> tuple[Request, Loaded | None]:
@@ -246,6 +274,8 @@ class Serving:
     def _admit(self, entry_id: str, request: Request, pinned: Loaded | None, refusal: RequestError | None) -> None:
         """Between two steps. A repeated delivery of an attempt that is here is dropped, a newer attempt replaces it."""
         here = self._open.get(request.id)
+        if here is not None and here.entry_id == entry_id:
+            return
         if here is not None and here.attempt >= request.attempt:
             self._forget.append(entry_id)
             return
@@ -256,7 +286,9 @@ class Serving:
             if pinned is not None and not self.engine.load_adapter(
                 pinned.ref, pinned.tensors, pinned.rank, pinned.alpha
             ):
-                raise RequestError(f"no adapter slot is free for {pinned.ref}", code="adapter_slots_full")
+                raise Unavailable(f"no adapter slot is free for {pinned.ref}", code="adapter_slots_full")
+            if request.adapter in self._waiting_loads and request.adapter not in self.engine.versions:
+                raise Unavailable(f"no adapter slot is free for {request.adapter}", code="adapter_slots_full")
             self.engine.add(request)
         except RequestError as error:
             failed = Failed(request.id, request.attempt, error.status, error.code, error.message)
@@ -282,14 +314,14 @@ class Serving:
                 log.warning("telemetry: broker away: %s", error)
 
     async def _report_once(self, now: float) -> None:
-        state = await self.redis.hget(self.keys.replica(self.settings.id), "state")
-        if state is None:
+        info = await self._registry.replica(self.settings.id)
+        if info is None:
             return
         window, self._window = self._window, Window(self.clock.monotonic())
         busy, mean_batch = window.fractions(self._window.start_s)
         report = InferenceReport(
             replica=self.settings.id,
-            state=ReplicaState(state.decode()),
+            state=info.state,
             time_s=now,
             utilisation=self.utilisation.read(busy),
             memory_bytes=self.utilisation.memory_bytes(),
@@ -307,8 +339,7 @@ class Serving:
             published=self._published,
             versions={name: ref.version for name, ref in self.engine.versions.items()},
         )
-        kind, data = messages.kind(report), messages.encode(report)
-        await streams.append(self.redis, self.keys.telemetry, kind, self.settings.id, data, maxlen=TELEMETRY_MAXLEN)
+        await post.report(self.redis, self.keys, report)
 
 
 def _order(ref: AdapterRef) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from redis.asyncio import Redis
 
-from collm_common import blobs, messages, streams
+from collm_common import blobs, messages, post
 from collm_common.broker import AWAY, patiently
 from collm_common.clock import Clock
 from collm_common.errors import AdapterError, CollmError
@@ -34,7 +34,6 @@ from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import Finished, Snapshot, ToSupervisor, Training
 from collm_replica.finetune.aggregation import aggregate
 from collm_replica.finetune.trainer import StepReport, Trainer
-from collm_replica.serving import TELEMETRY_MAXLEN
 from collm_replica.settings import ReplicaSettings
 
 log = logging.getLogger(__name__)
@@ -286,9 +285,7 @@ class TrainingTasks:
             loss=step.loss,
             noise_scale=step.noise_scale,
         )
-        kind, data = messages.kind(report), messages.encode(report)
-        key, id_ = self.keys.telemetry, self.settings.id
-        await patiently(lambda: streams.append(self.redis, key, kind, id_, data, maxlen=TELEMETRY_MAXLEN), PATIENCE_S)
+        await patiently(lambda: post.report(self.redis, self.keys, report), PATIENCE_S)
 
     async def _announce(self, event: Event, id_: str) -> None:
         await patiently(lambda: self._registry.announce(event, id_), PATIENCE_S)

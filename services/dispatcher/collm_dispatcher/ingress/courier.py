@@ -6,7 +6,7 @@ import logging
 
 from redis.asyncio import Redis
 
-from collm_common import messages, streams
+from collm_common import messages, post, streams
 from collm_common.broker import patiently
 from collm_common.clock import Clock, ticks
 from collm_common.errors import InvalidRequest, MessageError
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 READ_COUNT = 512
 APPEND_S = 10.0
 WATCH_S = 0.5
-CONTROL_MAXLEN = 10_000
 
 
 class Courier:
@@ -112,9 +111,6 @@ class Courier:
                 await self._tell_cancel(reply.id, model)
 
     async def _tell_cancel(self, request_id: str, model: str) -> None:
-        cancel = Cancel(id=request_id)
-        kind, data = messages.kind(cancel), messages.encode(cancel)
         for member in self._cell.of(model):
             if member.info.alive:
-                key = self._keys.control(member.info.id)
-                await streams.append(self._redis, key, kind, request_id, data, maxlen=CONTROL_MAXLEN)
+                await post.command(self._redis, self._keys, member.info.id, Cancel(id=request_id), request_id)
