@@ -6,17 +6,14 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import socket
-import sys
 from contextlib import AsyncExitStack
+from functools import partial
 
-import uvloop
-
-from collm_common import logs
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
-from collm_common.errors import CollmError, SettingsError
+from collm_common.errors import SettingsError
+from collm_common.process import serve, stop_on_signals
 from collm_common.settings import load
 from collm_dispatcher.dispatch import dispatching
 from collm_dispatcher.ingress.service import Ingress, ingress
@@ -26,11 +23,10 @@ log = logging.getLogger(__name__)
 ROLES = ("all", "ingress", "dispatch")
 
 
-async def run(settings: DispatcherSettings, role: str) -> None:
+async def live(settings: DispatcherSettings, role: str) -> None:
     """The chosen roles in one process. Raises what a loop of theirs raised."""
     stop, clock = asyncio.Event(), SystemClock()
-    for wanted in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(wanted, stop.set)
+    stop_on_signals(stop)
     holder = f"{settings.id or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(connection(settings.redis_url))
@@ -50,24 +46,20 @@ async def run(settings: DispatcherSettings, role: str) -> None:
             await front.drain(settings.drain_s)
 
 
+def read(role: str) -> DispatcherSettings:
+    """Raises SettingsError, also where an ingress has nothing to serve."""
+    settings = load(DispatcherSettings, "dispatcher")
+    if role != "dispatch" and not settings.models:
+        raise SettingsError("COLLM_DISPATCHER_MODELS names no model")
+    return settings
+
+
 def main() -> None:
-    """Exit status 0 after a drain, 2 for wrong arguments or settings, 1 when a loop fails."""
+    """Exit status as `serve` says, 2 for wrong arguments too."""
     parser = argparse.ArgumentParser(prog="collm-dispatcher", description=__doc__)
     parser.add_argument("--role", choices=ROLES, default="all", help="what to run in this process (default: all)")
     role = parser.parse_args().role
-    try:
-        settings = load(DispatcherSettings, "dispatcher")
-        if role != "dispatch" and not settings.models:
-            raise SettingsError("COLLM_DISPATCHER_MODELS names no model")
-    except CollmError as error:
-        print(f"collm-dispatcher: {error}", file=sys.stderr)
-        sys.exit(2)
-    logs.setup("dispatcher", settings.log_level)
-    try:
-        uvloop.run(run(settings, role))
-    except CollmError as error:
-        log.error("%s", error)
-        sys.exit(1)
+    serve("dispatcher", partial(read, role), partial(live, role=role))
 
 
 if __name__ == "__main__":

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
+from functools import partial
 
-import uvloop
-
-from collm_common import logs
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
-from collm_common.errors import CollmError
+from collm_common.process import serve, stop_on_signals
 from collm_common.settings import load
 from collm_launcher.service import Launcher
 from collm_launcher.settings import LauncherSettings
 
 
-async def run(settings: LauncherSettings) -> None:
+async def live(settings: LauncherSettings) -> None:
     """The launcher's whole life."""
     async with connection(settings.redis_url) as redis:
         launcher = Launcher(settings, redis, SystemClock())
-        for wanted in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(wanted, launcher.stop.set)
+        stop_on_signals(launcher.stop)
         await launcher.run()
 
 
 def main() -> None:
-    """Exit status 2 for wrong settings."""
-    try:
-        settings = load(LauncherSettings, "launcher")
-    except CollmError as error:
-        print(f"collm-launcher: {error}", file=sys.stderr)
-        sys.exit(2)
-    logs.setup("launcher", settings.log_level)
-    uvloop.run(run(settings))
+    """Exit status as `serve` says."""
+    serve("launcher", partial(load, LauncherSettings, "launcher"), live)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""A service as a process: settings in, signals heard, one exit status out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from collm_common import logs
+from collm_common.errors import CollmError
+from collm_common.settings import Common
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=Common)
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set `stop`, from now on."""
+    for wanted in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(wanted, stop.set)
+
+
+def serve(
+    service: str,
+    read: Callable[[], S],
+    live: Callable[[S], Coroutine[Any, Any, None]],
+    title: Callable[[S], str] | None = None,
+) -> None:
+    """Read the settings and live by them; `title` names the process in its log lines.
+
+    Exit status 2 for wrong settings, 1 when the service cannot go on: one clear line either way.
+    """
+    try:
+        settings = read()
+    except CollmError as error:
+        print(f"collm-{service}: {error}", file=sys.stderr)
+        sys.exit(2)
+    logs.setup(title(settings) if title else service, settings.log_level)
+    try:
+        uvloop.run(live(settings))
+    except CollmError as error:
+        log.error("%s", error)
+        sys.exit(1)
