@@ -6,12 +6,14 @@ import hashlib
 from functools import partial
 
 import msgspec
+import pytest
 from redis.asyncio import Redis
 
 from collm_common import blobs, messages, streams
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, InferenceReport, Reply
 from collm_common.registry import Registry
+from collm_common.requeue import GROUP
 from collm_common.types import AdapterManifest, AdapterRef, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.adapter_feed import Loaded
 from tests.replica.support import replies, request, send, serving, settings
@@ -114,6 +116,75 @@ async def test_a_request_keeps_the_version_it_was_admitted_with(redis: Redis, ke
     said = [reply for reply in await replies(redis, keys) if isinstance(reply, Delta)]
     versions = {id_: {str(reply.adapter) for reply in said if reply.id == id_} for id_ in ("old", "new", "pinned")}
     assert versions == {"old": {"desk@v1"}, "new": {"desk@v2"}, "pinned": {"desk@v1"}}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"key": "adapter", "field": "version", "value": "many"},
+        {"key": "blob", "field": "bytes", "value": "x"},
+        {"key": "blob", "field": "meta", "value": b"\xff"},
+        {"key": "blob", "field": "sha256", "value": b"\xff"},
+    ],
+)
+async def test_a_damaged_adapter_fails_its_requests_and_nothing_else(
+    redis: Redis, keys: Keys, damage: dict[str, str | bytes]
+) -> None:
+    """A request for it that takes the inference process down, and with each attempt the one of another replica."""
+    await store_adapter(redis, keys, "desk", 1)
+    key = keys.adapter("desk") if damage["key"] == "adapter" else keys.adapter_version("desk", 1)
+    await redis.hset(key, str(damage["field"]), damage["value"])
+    async with serving(redis, settings()):
+        await send(redis, keys, request("current", adapter="desk"))
+        await send(redis, keys, request("pinned", adapter="desk", version="1"))
+        await send(redis, keys, request("base"))
+        await eventually(lambda: _is_empty(redis, keys))
+    said = await replies(redis, keys)
+    assert {reply.id: reply.status for reply in said if isinstance(reply, Failed)} == {"current": 404, "pinned": 404}
+    assert [reply.id for reply in said if isinstance(reply, Done)] == ["base"]
+
+
+async def test_an_entry_that_never_arrived_is_served_and_a_forgotten_one_is_removed(redis: Redis, keys: Keys) -> None:
+    """A delivery that a connection lost, or an acknowledgement that a broker lost, keeps its place for ever."""
+    async with serving(redis, settings()) as running:
+        await send(redis, keys, request("first"))
+        await eventually(lambda: _is_done(redis, keys, "first"))
+        await send(redis, keys, request("running", attempt=1, sampling=SamplingParams(max_tokens=200)))
+        await eventually(lambda: running.engine.has_work)
+        for id_ in ("lost", "running"):
+            async with redis.pipeline(transaction=True) as pipe:
+                entry = streams.fields("request", id_, messages.encode(request(id_)))
+                pipe.xadd(keys.subflow("r1"), entry)
+                pipe.xreadgroup(GROUP, "r1", {keys.subflow("r1"): ">"})
+                await pipe.execute()
+        await eventually(lambda: _is_done(redis, keys, "lost"))
+        await eventually(lambda: _is_empty(redis, keys))
+
+
+async def test_a_group_made_anew_does_not_take_entries_of_running_requests(redis: Redis, keys: Keys) -> None:
+    """An entry delivered again is removed while its request runs: nobody gives it back when the replica dies."""
+    async with serving(redis, settings(), iteration_s=lambda sequences, tokens: 0.002) as running:
+        await send(redis, keys, request(sampling=SamplingParams(max_tokens=900)))
+        await eventually(lambda: running.engine.running == 1)
+        await redis.xgroup_destroy(keys.subflow("r1"), GROUP)
+        await send(redis, keys, request("next"))
+        await eventually(lambda: _is_done(redis, keys, "next"))
+        assert await redis.xlen(keys.subflow("r1")) == 1
+        running.cancel("q1")
+        await eventually(lambda: _is_empty(redis, keys))
+
+
+async def test_without_a_free_slot_a_request_may_come_again(redis: Redis, keys: Keys) -> None:
+    """A slot that is taken for a moment, told as an unknown model or an internal error."""
+    for name in ("desk", "shop"):
+        await store_adapter(redis, keys, name, 1)
+    async with serving(redis, settings(slots=1)) as running:
+        await running.load("desk", 1)
+        await send(redis, keys, request("current", adapter="shop"))
+        await send(redis, keys, request("pinned", adapter="shop", version="1"))
+        await eventually(lambda: _is_empty(redis, keys))
+    said = {reply.id: (reply.status, reply.code) for reply in await replies(redis, keys) if isinstance(reply, Failed)}
+    assert said == dict.fromkeys(("current", "pinned"), (503, "adapter_slots_full"))
 
 
 async def test_an_adapter_without_a_version_yet_is_the_base_model(redis: Redis, keys: Keys) -> None:

@@ -35,8 +35,10 @@ async def get(redis: Redis, key: str) -> tuple[bytes, bytes] | None:
     size, digest, about = await redis.hmget(key, ["bytes", "sha256", "meta"])
     if size is None or digest is None or about is None:
         return None
+    if not size.isdigit() or int(size) > MAX_BLOB_BYTES:
+        raise AdapterError(f"blob {key} is damaged: its size is {size!r}")
     chunks = [await redis.hget(key, f"chunk:{i}") for i in range(-(-int(size) // CHUNK_BYTES))]
     data = b"".join(bytes(chunk) for chunk in chunks if chunk is not None)
-    if len(data) != int(size) or hashlib.sha256(data).hexdigest() != digest.decode():
+    if len(data) != int(size) or hashlib.sha256(data).hexdigest().encode() != digest:
         raise AdapterError(f"blob {key} is damaged: {len(data)} of {int(size)} bytes, or a wrong sha256")
     return data, about

@@ -96,5 +96,8 @@ def write_file(path: Path, tensors: Tensors) -> None:
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:
-    """Float32 tensors of a file written by `write_file`."""
-    return {name: tensor.float() for name, tensor in load_file(path).items()}
+    """Float32 tensors of a file written by `write_file`. Raises AdapterError if it is gone or damaged."""
+    try:
+        return {name: tensor.float() for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path.name}: {error}") from error

@@ -17,6 +17,7 @@ from msgspec import Struct
 from collm_common import logs
 from collm_common.broker import connection, stop_all
 from collm_common.clock import SystemClock
+from collm_common.errors import AdapterError
 from collm_common.messages import Cancel, Configure, LoadAdapter, Request
 from collm_common.settings import load
 from collm_common.types import SamplingParams, Slo
@@ -108,10 +109,7 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
             case Training():
                 serving.training_batch = message.batch
             case Snapshot():
-                path = Path(message.path)
-                tensors = await asyncio.to_thread(loadout.read_file, path)
-                path.unlink(missing_ok=True)
-                serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
+                await take_snapshot(message, serving, loadout)
             case DigestRequest():
                 await channel.send(DigestReply(digest=await asyncio.to_thread(loadout.digest)))
             case ExportRequest() if loadout.export is not None:
@@ -120,6 +118,19 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
                 serving.drain()
             case _:
                 log.error("unexpected %s", type(message).__name__)
+
+
+async def take_snapshot(message: Snapshot, serving: Serving, loadout: Loadout) -> None:
+    """A file that cannot be read costs only this snapshot."""
+    path = Path(message.path)
+    try:
+        tensors = await asyncio.to_thread(loadout.read_file, path)
+    except AdapterError as error:
+        log.error("snapshot %s is not taken: %s", message.ref, error)
+        return
+    finally:
+        path.unlink(missing_ok=True)
+    serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
 
 
 async def say_alive(channel: Channel, serving: Serving) -> None:
@@ -146,7 +157,8 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
         feed = AdapterFeed(redis, settings.keys, digest, loadout.decode)
         serving = Serving(settings, redis, loadout.engine, feed, loadout.utilisation, SystemClock())
         for name in await feed.names(settings.served_name):
-            await serving.load(name, await feed.current(name) or 0)
+            if (version := await feed.current(name)) is not None:
+                await serving.load(name, version)
         ready = Ready(
             base_digest=digest,
             context_tokens=settings.context_tokens,

@@ -29,10 +29,14 @@ class Open(Struct, frozen=True):
 
 
 class Outbox:
-    """Bounded: an engine that outruns the broker waits in `put`."""
+    """Bounded: an engine that outruns the broker waits in `put`.
+
+    `unacknowledged` are the entries that were received; one leaves it when its acknowledgement is in Redis.
+    """
 
     def __init__(self, redis: Redis, keys: Keys, replica: str) -> None:
         self._redis, self._keys, self._subflow = redis, keys, keys.subflow(replica)
+        self.unacknowledged: set[str] = set()
         self._queue: asyncio.Queue[tuple[list[tuple[str, Reply]], list[str]]] = asyncio.Queue(MAX_BACKLOG)
 
     async def put(self, replies: Sequence[tuple[Open, Reply]], forget: Sequence[str] = ()) -> None:
@@ -51,6 +55,7 @@ class Outbox:
         while True:
             replies, entry_ids = await self._queue.get()
             await patiently(partial(self._send, replies, entry_ids), PATIENCE_S)
+            self.unacknowledged.difference_update(entry_ids)
             self._queue.task_done()
 
     async def _send(self, replies: Sequence[tuple[str, Reply]], entry_ids: Sequence[str]) -> None:
