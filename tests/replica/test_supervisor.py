@@ -6,7 +6,7 @@ import asyncio
 import io
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -142,6 +142,28 @@ async def test_a_stuck_process_is_replaced(
         await eventually(lambda: _info(redis, settings, ready=True), within_s=30)
 
 
+async def test_health_fails_while_the_engine_is_stuck_or_away(
+    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A health check that sees only the supervisor, which is well while nothing is answered."""
+    settings = options(monkeypatch, broker, tmp_path, UNHEALTHY_S="1")
+    async with running(redis, settings) as supervisor, aiohttp.ClientSession() as http:
+        info, child = await _info(redis, settings), supervisor._inference.child
+        assert info is not None
+        assert child is not None
+
+        async def health() -> tuple[int, str]:
+            async with http.get(f"{info.data_url}/health") as response:
+                return response.status, (await response.json()).get("reason", "")
+
+        assert await health() == (200, "")
+        child.kill(signal.SIGSTOP)
+        await eventually(lambda: _is(health, 503, "no progress"))
+        child.kill()
+        await eventually(lambda: _is(health, 503, "not ready"))
+        await eventually(lambda: _is(health, 200, ""), within_s=30)
+
+
 async def test_a_lost_registry_entry_is_written_again(
     redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +172,23 @@ async def test_a_lost_registry_entry_is_written_again(
     async with running(redis, settings):
         await redis.flushall()
         await eventually(lambda: _info(redis, settings, ready=True))
+
+
+async def test_a_damaged_registry_entry_is_written_anew(
+    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that lives and that nobody sees until it is restarted; or reports that take its process down."""
+    settings = options(monkeypatch, broker, tmp_path)
+    async with running(redis, settings) as supervisor:
+        await redis.hset(keys.replica("r1"), "state", "asleep")
+        await eventually(lambda: _info(redis, settings, ready=True))
+        await redis.set(keys.replica("r1"), "no hash")
+        await eventually(lambda: _info(redis, settings, ready=True))
+        await redis.delete(keys.replicas)
+        await eventually(lambda: _info(redis, settings, ready=True))
+        assert supervisor.presence.info is not None
+        incarnation = await redis.hget(keys.replica("r1"), "incarnation")
+        assert incarnation.decode() == supervisor.presence.info.incarnation
 
 
 async def test_an_earlier_life_left_in_training_starts_as_serving(
@@ -194,6 +233,11 @@ async def test_uploads_go_to_the_data_folder_and_bad_ones_are_refused_by_line(
 async def _state(redis: Redis, settings: ReplicaSettings, state: ReplicaState) -> bool:
     info = await _info(redis, settings)
     return info is not None and info.incarnation != "old" and info.state is state
+
+
+async def _is(health: Callable[[], Awaitable[tuple[int, str]]], status: int, reason: str) -> bool:
+    found = await health()
+    return found[0] == status and reason in found[1]
 
 
 async def _said(redis: Redis, keys: Keys, kind: type) -> bool:

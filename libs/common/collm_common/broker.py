@@ -15,7 +15,8 @@ from redis.backoff import ExponentialBackoff
 from collm_common.clock import Clock, SystemClock
 from collm_common.errors import BrokerError
 
-AWAY = (failures.ConnectionError, failures.TimeoutError, failures.BusyLoadingError, OSError)
+AWAY = (failures.ConnectionError, failures.TimeoutError, failures.ResponseError, OSError)
+"""The broker cannot be reached, or refuses: it loads, has no memory or disk, may only be read, a key is damaged."""
 BLOCK_S = 1.0
 COMMAND_TIMEOUT_S = 5.0
 CANCEL_AGAIN_S = 0.2

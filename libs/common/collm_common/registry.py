@@ -39,8 +39,11 @@ class Registry:
         await self.redis.hset(self.keys.replica(replica), mapping={k: _text(v) for k, v in changes.items()})
 
     async def heartbeat(self, replica: str, incarnation: str, ttl_s: float) -> None:
-        """Renew the lease."""
-        await self.redis.set(self.keys.lease(replica), incarnation, px=round(ttl_s * 1000))
+        """Renew the lease, and the place among the registered."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.set(self.keys.lease(replica), incarnation, px=round(ttl_s * 1000))
+            pipe.sadd(self.keys.replicas, replica)
+            await pipe.execute()
 
     async def remove(self, replica: str, reason: str, now: float) -> None:
         """Forget a replica that left for good."""
@@ -67,14 +70,9 @@ class Registry:
                 pipe.hgetall(self.keys.replica(id_))
                 pipe.exists(self.keys.lease(id_))
             replies = await pipe.execute(raise_on_error=False)
-        infos = {}
-        for id_, row, alive in zip(ids, replies[::2], replies[1::2], strict=True):
-            for reply in (row, alive):
-                if isinstance(reply, Exception) and not isinstance(reply, ResponseError):
-                    raise reply
-            if row and (info := _from_hash(id_, row, bool(alive))) is not None:
-                infos[id_] = info
-        return infos
+        found = zip(ids, replies[::2], replies[1::2], strict=True)
+        infos = {id_: _from_hash(id_, row, bool(alive)) for id_, row, alive in found}
+        return {id_: info for id_, info in infos.items() if info is not None}
 
     async def transition(
         self, replica: str, before: ReplicaState, after: ReplicaState, reason: str, now: float
@@ -105,10 +103,14 @@ def _to_hash(info: ReplicaInfo) -> dict[str, str]:
     return {k: _text(v) for k, v in msgspec.structs.asdict(info).items() if k != "alive"}
 
 
-def _from_hash(id_: str, row: dict[bytes, bytes] | ResponseError, alive: bool) -> ReplicaInfo | None:
-    """None, with a log line, for an entry that somebody damaged: one of them must not stop a service."""
+def _from_hash(id_: str, row: dict[bytes, bytes] | Exception, alive: bool) -> ReplicaInfo | None:
+    """None for an entry that is not there; and for one that somebody damaged, which must not stop a service."""
     if isinstance(row, ResponseError):
         log.error("skipping the registry entry of %s: %s", id_, row)
+        return None
+    if isinstance(row, Exception):
+        raise row
+    if b"state" not in row:
         return None
     try:
         known = {k.decode(): v.decode() for k, v in row.items()}

@@ -43,7 +43,9 @@ def fields(kind: str, id_: str, data: bytes) -> dict[Any, Any]:
 def parse(key: str, rows: Rows) -> list[Entry]:
     """Entries of one reply. What has no body (a ghost of a trimmed stream) or not the fields of one is left out."""
     return [
-        Entry(key, id_.decode(), row[b"kind"].decode(errors="replace"), row[b"id"].decode(errors="replace"), row[b"data"])
+        Entry(
+            key, id_.decode(), row[b"kind"].decode(errors="replace"), row[b"id"].decode(errors="replace"), row[b"data"]
+        )
         for id_, row in rows
         if row and b"kind" in row and b"id" in row and b"data" in row
     ]

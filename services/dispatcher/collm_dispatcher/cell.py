@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
@@ -17,6 +18,7 @@ from collm_common.latency import LatencyModel, from_hash, sizes_from_hash
 from collm_common.registry import Registry
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 
+R = TypeVar("R")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Cell:
     async def refresh(self) -> None:
         """Read everything again."""
         replicas = await self.registry.replicas()
-        names = sorted(name.decode() for name in await self.redis.smembers(self.keys.adapters))
+        names = sorted(name.decode(errors="replace") for name in await self.redis.smembers(self.keys.adapters))
         async with self.redis.pipeline(transaction=False) as pipe:
             for id_ in replicas:
                 pipe.hgetall(self.keys.config(id_))
@@ -72,16 +74,19 @@ class Cell:
                 pipe.hgetall(self.keys.latency(id_))
             for name in names:
                 pipe.hmget(self.keys.adapter(name), "model", "version")
-            replies = await pipe.execute()
+            replies = await pipe.execute(raise_on_error=False)
         count = len(replicas)
         sizes, models, rows = replies[:count], replies[count : 2 * count], replies[2 * count :]
         self.members = {
-            id_: Member(info, _checked(sizes_from_hash, id_, chosen), _checked(from_hash, id_, model))
+            id_: Member(
+                info,
+                _checked(sizes_from_hash, f"sizes of {id_}", chosen),
+                _checked(from_hash, f"latency of {id_}", model),
+            )
             for (id_, info), chosen, model in zip(replicas.items(), sizes, models, strict=True)
         }
-        self.adapters = {
-            name: Adapter(row[0].decode(), int(row[1] or 0)) for name, row in zip(names, rows, strict=True) if row[0]
-        }
+        adapters = {name: _checked(_adapter, f"adapter {name}", row) for name, row in zip(names, rows, strict=True)}
+        self.adapters = {name: adapter for name, adapter in adapters.items() if adapter is not None}
 
     async def run(self, every_s: float) -> None:
         """Refresh for ever."""
@@ -97,9 +102,25 @@ class Cell:
                 self.reachable, self.steady_since_s = True, self.clock.monotonic()
 
 
-def _checked(read: Callable[[dict[bytes, bytes]], T | None], replica: str, row: dict[bytes, bytes]) -> T | None:
+def _adapter(row: list[bytes | None]) -> Adapter | None:
+    model, version = row
+    if model is None:
+        return None
+    try:
+        return Adapter(model.decode(), int(version or 0))
+    except ValueError as error:
+        raise MessageError(str(error)) from error
+
+
+def _checked(read: Callable[[R], T | None], what: str, row: R | Exception) -> T | None:
+    """None, with a log line, for what somebody damaged."""
+    if isinstance(row, Exception):
+        if not isinstance(row, ResponseError):
+            raise row
+        log.error("%s: %s", what, row)
+        return None
     try:
         return read(row) if row else None
     except MessageError as error:
-        log.error("replica %s: %s", replica, error)
+        log.error("%s: %s", what, error)
         return None

@@ -86,11 +86,11 @@ class Presence:
 
     async def _beat_once(self, info: ReplicaInfo) -> None:
         await self.registry.heartbeat(info.id, info.incarnation, self._settings.lease_ttl_s)
-        state, ready = await self._redis.hmget(self._keys.replica(info.id), "state", "ready")
-        if state is None:
-            log.warning("the registry entry was lost: written again")
+        known = await self.registry.replica(info.id)
+        if known is None:
+            log.warning("the registry entry was lost or damaged: written again")
             await self._write()
-        elif info.ready and ready != b"1":
+        elif info.ready and not known.ready:
             log.warning("declared gone while it lived: ready again")
             await self.registry.update(info.id, ready=True)
         if not info.ready:
@@ -100,7 +100,7 @@ class Presence:
         """What an earlier life of this replica left behind says nothing about this one."""
         id_ = self._settings.id
         await give_up_subflow(self._redis, self._keys, id_)
-        if (known := (await self.registry.replicas()).get(id_)) is not None and known.state is not ReplicaState.SERVING:
+        if (known := await self.registry.replica(id_)) is not None and known.state is not ReplicaState.SERVING:
             now = self._clock.now()
             await self.registry.transition(id_, known.state, ReplicaState.SERVING, "the replica started anew", now)
         await self._write()
@@ -109,7 +109,7 @@ class Presence:
         """A restart of the inference process leaves state, quality and job to the services that decide them."""
         assert self.info is not None
         info, id_ = self.info, self._settings.id
-        if id_ not in await self.registry.replicas():
+        if await self.registry.replica(id_) is None:
             await self.registry.register(info, self._settings.lease_ttl_s)
             return
         own = ("incarnation", "ready", "infer_batch_max", "context_tokens", "base_digest", "data_url", "model")
