@@ -13,7 +13,7 @@ from msgspec import Struct
 from redis.asyncio import Redis
 
 from collm_common import blobs, messages, post
-from collm_common.broker import AWAY, patiently
+from collm_common.broker import patiently
 from collm_common.clock import Clock
 from collm_common.errors import AdapterError, CollmError
 from collm_common.messages import (
@@ -103,6 +103,10 @@ class TrainingTasks:
         """Drop what is done and queued for `job`."""
         self._left = job
         self._going.set()
+        queued = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        for task in queued:
+            if task.job != job:
+                self._queue.put_nowait(task)
 
     # --- tasks
 
@@ -115,7 +119,7 @@ class TrainingTasks:
                 await self._do(task)
             except Left:
                 log.info("left job %s", task.job)
-            except (CollmError, RuntimeError, *AWAY) as error:
+            except Exception as error:
                 log.exception("%s of job %s failed", messages.kind(task), task.job)
                 await self._announce(self._failed(task, error), task.job)
             finally:
