@@ -19,8 +19,8 @@ from collm_common.types import ReplicaState
 from collm_tools.cli import main, parser
 from collm_tools.commands.status import watch
 from collm_tools.status.snapshot import figures, take, throughput
-from collm_tools.status.view import render
-from collm_tools.story import event_line
+from collm_tools.status.view import render, replicas
+from collm_tools.story import event_line, say
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
 from tests.tools import cell
@@ -45,8 +45,8 @@ async def populate(redis: Redis, keys: Keys, job: bool = True) -> None:
         await redis.sadd(keys.jobs, "j1")
 
 
-def drawn(item: object) -> str:
-    console = Console(record=True, width=220)
+def drawn(item: object, width: int = 220) -> str:
+    console = Console(record=True, width=width)
     console.print(item)
     return console.export_text()
 
@@ -63,6 +63,14 @@ async def test_a_snapshot_shows_what_the_broker_knows(redis: Redis, keys: Keys) 
     text = drawn(render(snapshot))
     for word in ("desk@v2", "dead", "idle", "1 waiting", "slo_attainment", "job j1: running, round 1"):
         assert word in text
+
+
+async def test_the_table_fits_into_a_small_terminal(redis: Redis, keys: Keys) -> None:
+    """Catches columns too narrow to read in 80 characters."""
+    await populate(redis, keys)
+    text = drawn(replicas(await take(redis, keys), "m"), width=80)
+    assert "…" not in text
+    assert all(name in text for name in ("running", "limit", "train", "queue", "idle", "dead"))
 
 
 async def test_ended_jobs_are_not_shown_as_running(redis: Redis, keys: Keys) -> None:
@@ -85,8 +93,8 @@ def test_throughput_forgets_old_reports() -> None:
 
 
 def test_only_goodput_and_attainment_are_taken_from_metrics() -> None:
-    """Catches a page of histograms in the status line."""
-    page = "# HELP collm:goodput_x y\ncollm:goodput_x 1.5\ncollm:queue 3\n"
+    """Catches a page of histograms, or a counter's birth date, among the serving figures."""
+    page = "# HELP collm:goodput_x y\ncollm:goodput_x 1.5\ncollm:queue 3\ncollm:goodput_created 1.7e+09\n"
     assert figures(page) == {"collm:goodput_x": 1.5}
 
 
@@ -97,6 +105,13 @@ def test_every_event_is_one_line() -> None:
     assert "update_uploaded job=j1 round=1 replica=r1" in lines[3]
     assert "desk@v1 published (held-out 3.000 -> 2.000)" in lines
     assert not any("\n" in line for line in lines)
+
+
+def test_what_is_said_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a command broken over two lines, which cannot be copied, and brackets that vanish as markup."""
+    text = f"curl {'x' * 200} [bold] [/]"
+    say(Console(width=80), text)
+    assert capsys.readouterr().out == text + "\n"
 
 
 async def test_status_as_json_and_once(

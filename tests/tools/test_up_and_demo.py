@@ -89,7 +89,7 @@ def test_up_welcomes_with_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixt
     thread.start()
     assert main(["up", "--model", str(tmp_path), "--port", str(port), "--served-name", "tiny"]) == 0
     thread.join()
-    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in said().replace("\n", "")
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json'" in said()
     assert "3 of 3 replicas ready" in said()
 
 

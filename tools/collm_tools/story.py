@@ -1,12 +1,18 @@
-"""Events as lines that a person reads."""
+"""Lines that a person reads."""
 
 from __future__ import annotations
 
 import msgspec
+from rich.console import Console
 
 from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged, kind
 
 HIDDEN = ("kind", "schema", "time_s")
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print `text` as it stands: brackets are no markup, and no line is broken, so that commands can be copied."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def event_line(event: Event) -> str:

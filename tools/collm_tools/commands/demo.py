@@ -1,4 +1,4 @@
-"""`collm demo`: the whole loop on this machine in about five minutes, with a report and a picture."""
+"""`collm demo`: the whole loop on this machine in about six minutes, with a report and a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from collm_tools.load.runner import Offer
 from collm_tools.stack.model import demo_model, served_name
 from collm_tools.stack.options import StackOptions
 from collm_tools.stack.stack import Stack
-from collm_tools.story import event_line
+from collm_tools.story import event_line, say
 
 SHOWN = (StateChanged, ReplicaChanged, JobChanged, Aggregated, AdapterPublished)
 SET_UP_S, SCORING_S = 60, 30
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not offers:
         raise CollmError("no request arrives in the given duration")
     console = Console()
-    console.print(announcement(options, texts, len(offers)), highlight=False)
+    say(console, announcement(options, texts, len(offers)))
     played = asyncio.run(_run(options, texts, offers, console))
     return conclude(options, played, console)
 
@@ -111,13 +111,14 @@ def conclude(options: DemoOptions, played: Played, console: Console) -> int:
     report = played.report
     console.print(table(report.load))
     quality, swaps = report.cross_entropy, report.adapter_swaps
-    console.print(
+    say(
+        console,
         f"held-out cross-entropy {quality.before:.3f} -> {quality.after:.3f}; {report.federated.rounds} rounds; "
-        f"{swaps.snapshots} snapshots and {swaps.published} published versions swapped in; see {options.out_dir}"
+        f"{swaps.snapshots} snapshots and {swaps.published} published versions swapped in; see {options.out_dir}",
     )
     missing = shortcomings(report)
     for reason in missing:
-        console.print(f"FELL SHORT: {reason}", style="bold red")
+        say(console, f"FELL SHORT: {reason}", "bold red")
     return 1 if missing else 0
 
 
@@ -137,7 +138,7 @@ async def _run(options: DemoOptions, texts: Corpus, offers: Sequence[Offer], con
             cache_dir=options.cache_dir,
             env=plan.service_settings(served_name(options.model)),
         )
-        async with Stack(stack_options, lambda line: console.print(line, highlight=False)) as stack:
+        async with Stack(stack_options, lambda line: say(console, line)) as stack:
             return await stack.guard(_perform(options, stack, texts, offers, console))
 
 
@@ -146,12 +147,12 @@ async def _perform(
 ) -> Played:
     with _progress(options.duration_s, len(offers), console) as (progress, bar):
 
-        def say(line: str) -> None:
-            progress.console.print(line, highlight=False)
+        def tell(line: str) -> None:
+            say(progress.console, line)
 
         def on_event(event: Event) -> None:
             if isinstance(event, SHOWN):
-                say("  " + event_line(event))
+                tell("  " + event_line(event))
 
         async with connection(stack.redis_url) as redis:
             recorder = Recorder(redis, stack.keys, on_event)
@@ -160,7 +161,7 @@ async def _perform(
                 model = await served_as(redis, stack.keys, stack.options.served_name, plan.ADAPTER_PATIENCE_S)
                 target = Target(url=stack.url, model=model, slo=plan.SLO, slo_class=plan.SLO.name)
                 tally = _Tally(progress, bar)
-                play = Play(redis, stack.keys, recorder, target, say, tally.count, options.heldout_gap_s)
+                play = Play(redis, stack.keys, recorder, target, tell, tally.count, options.heldout_gap_s)
                 played = await play.perform(offers, texts)
             finally:
                 await stop_all(recording)

@@ -61,7 +61,7 @@ async def watch(arguments: argparse.Namespace) -> int:
                     checkpoint()
                     live.update(render(await take(redis, keys, arguments.url)))
     except AWAY as error:
-        raise BrokerError(f"no broker at {arguments.redis}: {error}") from error
+        raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
     except ValueError as error:
         raise BrokerError(f"{arguments.redis}: {error}") from error
     return 0

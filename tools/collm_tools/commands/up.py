@@ -16,6 +16,7 @@ from collm_tools.commands.types import Subcommands, at_least_one, port, positive
 from collm_tools.stack.model import demo_model, served_name
 from collm_tools.stack.options import StackOptions
 from collm_tools.stack.stack import Stack
+from collm_tools.story import say
 
 ADAPTERS = "COLLM_LAUNCHER_ADAPTERS"
 
@@ -90,7 +91,7 @@ async def _run(options: StackOptions, console: Console) -> int:
 
 async def _keep_up(options: StackOptions, console: Console) -> None:
     def notify(line: str) -> None:
-        console.print(line, highlight=False)
+        say(console, line)
 
     async with Stack(options, notify) as stack:
         notify(welcome(stack))

@@ -20,7 +20,7 @@ from collm_common.types import ReplicaInfo
 REPORTS = 500
 EVENTS = 500
 WINDOW_S = 10.0
-FIGURE = re.compile(r"^(collm:\w*(?:goodput|attainment)\w*)(?:\{([^}]*)\})?\s+(\S+)$", re.MULTILINE)
+FIGURE = re.compile(r"^(collm:\w*(?:goodput|attainment)\w*(?<!_created))(?:\{([^}]*)\})?\s+(\S+)$", re.MULTILINE)
 
 
 class ReplicaRow(Struct, frozen=True):
