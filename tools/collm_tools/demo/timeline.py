@@ -15,6 +15,7 @@ from collm_tools.load.picture import binned
 STATE_COLOURS = {"serving": "tab:green", "idle": "lightgrey", "combined": "tab:purple"}
 BIN_S = 5.0
 MEAN_OVER = 8
+MOST_LABELS = 8
 
 
 def spans(reports: Sequence[InferenceReport], start_s: float) -> dict[str, list[tuple[str, float, float]]]:
@@ -84,20 +85,26 @@ def _states(axis: Any, lanes: dict[str, list[tuple[str, float, float]]]) -> None
     axis.invert_yaxis()
     for state, colour in STATE_COLOURS.items():
         axis.barh(0, 0, color=colour, label=state)
-    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", ncols=3, borderaxespad=0.1)
     axis.set_ylabel("state")
+    _legend_above(axis)
 
 
 def _batches(axis: Any, start_s: float, reports: Sequence[InferenceReport], replicas: Sequence[str]) -> None:
     for index, replica in enumerate(replicas):
         lane = [report for report in reports if report.replica == replica]
         times, colour = [report.time_s - start_s for report in lane], f"C{index}"
-        axis.plot(times, [report.mean_batch for report in lane], color=colour, label=f"{replica}: running")
-        axis.step(times, [report.limit for report in lane], color=colour, linestyle="--", where="post", label="limit b")
-        axis.step(times, [report.train_batch for report in lane], color=colour, linestyle=":", where="post", label="B")
+        axis.plot(times, [report.mean_batch for report in lane], color=colour, label=replica)
+        axis.step(times, [report.limit for report in lane], color=colour, linestyle="--", where="post")
+        axis.step(times, [report.train_batch for report in lane], color=colour, linestyle=":", where="post")
+    for label, line in (("running", "-"), ("limit b", "--"), ("training B", ":")):
+        axis.plot([], [], color="black", linestyle=line, label=label)
     axis.set_ylabel("batch sizes")
-    if replicas:
-        axis.legend(loc="upper right", fontsize="x-small", ncols=len(replicas))
+    _legend_above(axis)
+
+
+def _legend_above(axis: Any) -> None:
+    """Where it hides nothing."""
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", ncols=MOST_LABELS, borderaxespad=0.1)
 
 
 def _goodput(axis: Any, start_s: float, slo: Slo, records: Sequence[RequestRecord]) -> None:
