@@ -43,7 +43,7 @@ SERVICE_SETTINGS = {
                 "rank": 8,
                 "alpha": 16.0,
                 "learning_rate": 1e-3,
-                "max_tokens": 80,
+                "max_tokens": 256,
                 "snapshot_steps": SNAPSHOT_STEPS,
                 "heldout_samples": 8,
             },
