@@ -478,6 +478,7 @@ def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObjec
     """Any order of events, deaths, failures and silences that leaves a job hanging or a client held for ever."""
     driver = Driver(Rules(rounds=3, patience=1))
     let_go: set[str] = set()
+    published: set[int] = set()
     for _ in range(200):
         if driver.job.ended:
             break
@@ -487,11 +488,12 @@ def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObjec
             case "join":
                 driver.state(id_, ReplicaState.IDLE, ReplicaState.COMBINED)
             case "upload":
-                driver.upload(id_, data.draw(st.floats(0.1, 5)))
+                driver.upload(id_, data.draw(st.floats(0.1, 5) | st.just(float("nan"))))
             case "aggregated":
-                driver.aggregated()
+                driver.aggregated(data.draw(st.integers(1, max(1, driver.job.candidate))))
             case "measure":
-                driver.measure(id_, data.draw(st.sampled_from([driver.job.version, driver.job.candidate])), 1.0)
+                loss = data.draw(st.sampled_from([0.5, 1.0, float("nan")]))
+                driver.measure(id_, data.draw(st.sampled_from([driver.job.version, driver.job.candidate])), loss)
             case "fail":
                 driver.fail(id_, data.draw(st.sampled_from(["train_round", "aggregate", "evaluate"])))
             case "die":
@@ -502,6 +504,8 @@ def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObjec
             case "wait":
                 driver.tick(1000.0)
         let_go |= released(driver.actions)
+        published |= {a.version for a in driver.actions if isinstance(a, Publish)}
+        assert not published & {a.version for a in driver.actions if isinstance(a, Forget)}, "a served one is deleted"
     for _ in range(40):
         let_go |= released(driver.tick(1000.0))
     assert driver.job.ended
