@@ -19,10 +19,16 @@ class DataEndpoint:
     """POST /data (JSON lines), GET /digest, GET /health. Files land in `folder`/uploads, named by content."""
 
     def __init__(
-        self, folder: Path, max_bytes: int, check: Callable[[str], int], digest: Callable[[], Awaitable[str]]
+        self,
+        folder: Path,
+        max_bytes: int,
+        check: Callable[[str], int],
+        digest: Callable[[], Awaitable[str]],
+        trouble: Callable[[], str],
     ) -> None:
-        """`check` counts the samples of a text or raises DataError."""
+        """`check` counts the samples of a text or raises DataError; `trouble` says why nothing is served ("": it is)."""
         self._folder, self._max_bytes, self._check, self._digest = folder / UPLOADS, max_bytes, check, digest
+        self._trouble = trouble
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -60,6 +66,8 @@ class DataEndpoint:
             return _refuse(503, f"no digest: {error}", "")
 
     async def _health(self, _: web.Request) -> web.Response:
+        if reason := self._trouble():
+            return web.json_response({"status": "not serving", "reason": reason}, status=503)
         return web.json_response({"status": "ok"})
 
 

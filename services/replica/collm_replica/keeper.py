@@ -40,6 +40,15 @@ class Keeper:
         if self.child is not None:
             await self.child.send(message)
 
+    def trouble(self, still_s: float) -> str:
+        """Why the child does no work: it has made no first step, or none for `still_s` seconds. "" while it does."""
+        child = self.child
+        if child is None or not child.ready.done() or child.ready.cancelled():
+            return "not ready"
+        if child.still_for() > still_s:
+            return f"no progress for {child.still_for():.0f} s"
+        return "shutting down" if self.ending else ""
+
     async def run(self) -> None:
         """Until a wanted end (`ending`); ModelError after more deaths in a row than the limit allows."""
         deaths = 0

@@ -15,7 +15,10 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class ReplicaSettings(Common, frozen=True, kw_only=True):
-    """`model` is a local Hugging Face folder, a hub name or a GGUF file; `served_name` what clients call it."""
+    """`model` is a local Hugging Face folder, a hub name or a GGUF file; `served_name` what clients call it.
+
+    An engine without progress is reported unhealthy after `unhealthy_s` seconds and replaced after `stall_s`.
+    """
 
     id: Name
     model: str
@@ -47,6 +50,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     report_s: Positive = 1.0
     lease_ttl_s: Positive = 5.0
     start_timeout_s: Positive = 600.0
+    unhealthy_s: Positive = 30.0
     stall_s: Positive = 120.0
     drain_s: Positive = 30.0
     restart_limit: Count = 10

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from collm_common import messages
-from collm_common.broker import AWAY, patiently, stop_all
+from collm_common.broker import patiently, stop_all
 from collm_common.clock import Clock
 from collm_common.errors import MessageError, ModelError
 from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TaskFailed, TrainRound
+from collm_common.retry import forever
 from collm_common.streams import Tail
 from collm_replica.channel import (
     AnyLocal,
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TRAINING_END_S = 5.0
+CONTROL_BATCH = 256
 
 
 class Supervisor:
@@ -53,7 +55,9 @@ class Supervisor:
         self.settings, self.redis, self.clock = settings, redis, clock
         self.presence = Presence(settings, redis, clock)
         self.stop = asyncio.Event()
-        self._endpoint = DataEndpoint(Path(settings.data_dir), settings.max_upload_mb << 20, check_text, self.digest)
+        self._endpoint = DataEndpoint(
+            Path(settings.data_dir), settings.max_upload_mb << 20, check_text, self.digest, self.trouble
+        )
         self._data_url = ""
         self._weights_fd = os.memfd_create(f"collm-{settings.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._weights_ready = asyncio.Event()
@@ -95,6 +99,10 @@ class Supervisor:
         await self._inference.send(DigestRequest())
         return await asyncio.wait_for(reply, self.settings.start_timeout_s)
 
+    def trouble(self) -> str:
+        """Why requests are not being answered right now; "" if they are."""
+        return self._inference.trouble(self.settings.unhealthy_s)
+
     async def _drain(self) -> None:
         await self.presence.not_ready()
         self._training.ending = self._inference.ending = True
@@ -108,18 +116,15 @@ class Supervisor:
     async def _control(self) -> None:
         tail = Tail(self.redis, self.settings.keys.control(self.settings.id))
         await patiently(tail.start, self.settings.start_timeout_s)
-        while True:
-            try:
-                entries = await tail.read(count=256)
-            except AWAY as error:
-                log.warning("control: broker away: %s", error)
-                await self.clock.sleep(0.5)
-                continue
-            for entry in entries:
+
+        async def step() -> None:
+            for entry in await tail.read(CONTROL_BATCH):
                 try:
                     await self._route(messages.decode(entry.data))
                 except MessageError as error:
                     log.error("dropping control entry %s: %s", entry.entry_id, error)
+
+        await forever("control", step, self.clock)
 
     async def _route(self, message: messages.AnyMessage) -> None:
         if isinstance(message, TrainRound | Aggregate | Evaluate):
