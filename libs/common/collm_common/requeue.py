@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from collm_common import messages, streams
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
-from collm_common.messages import Lost, Replies, Request
+from collm_common.messages import Failed, Lost, Replies, Request
 from collm_common.scripts import GIVE_UP
 
 log = logging.getLogger(__name__)
@@ -19,30 +19,33 @@ REPLIES_MAXLEN = 50_000
 REPLIES_TTL_S = 600.0
 
 
+class GiveUp:
+    """Ends one entry of a stream with one reply to the ingress that waits for it."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._keys, self._script = keys, redis.register_script(GIVE_UP)
+
+    async def __call__(self, stream: str, entry_id: str, ingress: str, reply: Failed | Lost) -> bool:
+        """False, and nothing is said, if the entry is not there any more."""
+        data = messages.encode(Replies(items=(reply,)))
+        args = [GROUP, entry_id, reply.id, data, REPLIES_MAXLEN, round(REPLIES_TTL_S * 1000)]
+        return bool(await self._script(keys=[stream, self._keys.replies(ingress)], args=args))
+
+
 async def give_up_subflow(redis: Redis, keys: Keys, replica: str, batch: int = 256) -> int:
     """Empty the subflow of a replica whose inference process is gone; returns how many requests were lost.
 
     Safe to run by several at once and beside a process that still lives: an entry is given up or answered, never both.
     """
     key, count = keys.subflow(replica), 0
-    script = redis.register_script(GIVE_UP)
+    give_up = GiveUp(redis, keys)
     while rows := await redis.xrange(key, count=batch):
         for entry in streams.parse(key, rows):
             try:
-                request = messages.decode(entry.data)
+                request = messages.decode_as(Request, entry.data)
             except MessageError as error:
                 log.error("dropping entry %s of %s: %s", entry.entry_id, key, error)
                 continue
-            assert isinstance(request, Request)
-            lost = Replies(items=(Lost(id=request.id, attempt=request.attempt),))
-            args = [
-                GROUP,
-                entry.entry_id,
-                request.id,
-                messages.encode(lost),
-                REPLIES_MAXLEN,
-                round(REPLIES_TTL_S * 1000),
-            ]
-            count += int(await script(keys=[key, keys.replies(request.ingress)], args=args))
+            count += await give_up(key, entry.entry_id, request.ingress, Lost(request.id, request.attempt))
         await redis.xdel(key, *[row[0] for row in rows])
     return count

@@ -16,10 +16,10 @@ from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Request
 from collm_common.requeue import GROUP
+from collm_common.retry import forever, once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
 from collm_common.types import Slo
 from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
-from collm_dispatcher.retry import forever, once
 
 log = logging.getLogger(__name__)
 READ_COUNT = 256
@@ -106,9 +106,7 @@ class Backlog:
     async def _take(self, stream: WorkQueue, entries: list[Entry]) -> None:
         for entry in entries:
             try:
-                request = messages.decode(entry.data)
-                if not isinstance(request, Request):
-                    raise MessageError(f"{entry.kind} is no request")
+                request = messages.decode_as(Request, entry.data)
             except MessageError as error:
                 log.error("dropping entry %s of %s: %s", entry.entry_id, entry.key, error)
                 await stream.ack(entry.entry_id)

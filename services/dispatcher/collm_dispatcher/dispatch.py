@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from collm_common.broker import stop_all
 from collm_common.clock import Clock, ticks
+from collm_common.retry import forever
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.leader import Leader
-from collm_dispatcher.retry import forever
 from collm_dispatcher.settings import DispatcherSettings
 
 

@@ -17,6 +17,7 @@ from collm_common.errors import FencedError
 from collm_common.lease import Lease
 from collm_common.messages import PauseTraining, ReplicaChanged, ResumeTraining
 from collm_common.requeue import give_up_subflow
+from collm_common.retry import forever
 from collm_common.types import ReplicaState, Slo
 from collm_dispatcher.backlog import Backlog
 from collm_dispatcher.cell import Cell, Member
@@ -24,7 +25,6 @@ from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Pl
 from collm_dispatcher.policy.forecast import Forecast
 from collm_dispatcher.policy.pacing import Mode, Room, Shape, combined_mode, deal, due_s, serving_mode
 from collm_dispatcher.release import Mover
-from collm_dispatcher.retry import forever
 from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from collm_common import messages
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
-from collm_common.messages import Failed, Replies
-from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
-from collm_common.scripts import GIVE_UP
+from collm_common.messages import Failed
+from collm_common.requeue import GROUP, GiveUp
+from collm_common.types import ReplicaState
 from collm_dispatcher.policy.queue import Waiting
 
 RELEASE = """
@@ -47,7 +46,7 @@ class Mover:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._keys = keys
         self._release = redis.register_script(RELEASE)
-        self._give_up = redis.register_script(GIVE_UP)
+        self._give_up = GiveUp(redis, keys)
 
     async def release(
         self, lease_key: str, token: str, replica: str, most: int, entries: Sequence[Waiting]
@@ -57,7 +56,7 @@ class Mover:
         A settled entry was moved or is gone. Raises FencedError, with nothing moved, if the token is not the lease's.
         """
         keys = [lease_key, self._keys.subflow(replica), self._keys.replica(replica), self._keys.lease(replica)]
-        args: list[str | int] = [token, most, GROUP, "idle"]
+        args: list[str | int] = [token, most, GROUP, ReplicaState.IDLE.value]
         reply = await self._release(
             keys=keys + [entry.key for entry in entries], args=args + [entry.entry_id for entry in entries]
         )
@@ -67,7 +66,5 @@ class Mover:
 
     async def refuse(self, entry: Waiting, status: int, code: str, message: str) -> bool:
         """Answer an entry with an error and remove it; False if it is not there any more."""
-        failed = Replies(items=(Failed(entry.request_id, entry.attempt, status, code, message),))
-        args = [GROUP, entry.entry_id, entry.request_id, messages.encode(failed), REPLIES_MAXLEN]
-        args.append(round(REPLIES_TTL_S * 1000))
-        return bool(await self._give_up(keys=[entry.key, self._keys.replies(entry.ingress)], args=args))
+        failed = Failed(entry.request_id, entry.attempt, status, code, message)
+        return await self._give_up(entry.key, entry.entry_id, entry.ingress, failed)

@@ -26,6 +26,7 @@ from collm_common.errors import (
 from collm_common.messages import Done, Failed, InferenceReport, Request
 from collm_common.registry import Registry
 from collm_common.requeue import GROUP
+from collm_common.retry import once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
 from collm_common.types import AdapterRef
 from collm_replica.adapter_feed import AdapterFeed, Loaded
@@ -192,15 +193,13 @@ class Serving:
             self.redis, self.keys.subflow(self.settings.id), GROUP, self.settings.id, AckPolicy.BY_HANDLER
         )
         await patiently(queue.create, FIRST_READ_S)
-        while not self.draining:
-            try:
-                entries = await self._strays(queue) + await queue.read(self.settings.max_waiting)
-            except AWAY as error:
-                log.warning("subflow: broker away: %s", error)
-                await self.clock.sleep(0.5)
-                continue
-            for entry in entries:
+
+        async def step() -> None:
+            for entry in await self._strays(queue) + await queue.read(self.settings.max_waiting):
                 await self._receive(entry)
+
+        while not self.draining:
+            await once("subflow", step, self.clock)
         await asyncio.Event().wait()
 
     async def _strays(self, queue: WorkQueue) -> list[Entry]:
@@ -220,9 +219,7 @@ class Serving:
     async def _receive(self, entry: Entry) -> None:
         self._outbox.unacknowledged.add(entry.entry_id)
         try:
-            request = messages.decode(entry.data)
-            if not isinstance(request, Request):
-                raise MessageError(f"{entry.kind} is no request")
+            request = messages.decode_as(Request, entry.data)
         except MessageError as error:
             log.error("dropping entry %s of %s: %s", entry.entry_id, entry.key, error)
             self._forget.append(entry.entry_id)

@@ -6,6 +6,8 @@ ranges and the schema version on arrival; a wrong message raises MessageError th
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from collm_common.errors import MessageError
@@ -77,6 +79,7 @@ __all__ = [
     "TrainRound",
     "UpdateUploaded",
     "decode",
+    "decode_as",
     "encode",
     "kind",
 ]
@@ -98,6 +101,17 @@ def decode(data: bytes) -> AnyMessage:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise MessageError(f"bad message: {error}") from error
+
+
+M = TypeVar("M", bound=Message)
+
+
+def decode_as(type_: type[M], data: bytes) -> M:
+    """`decode` for a stream of one type of message; any other is a MessageError."""
+    message = decode(data)
+    if not isinstance(message, type_):
+        raise MessageError(f"bad message: {kind(message)} where {type_.__struct_config__.tag} belongs")
+    return message
 
 
 def kind(message: AnyMessage) -> str:

@@ -13,10 +13,10 @@ from collm_common.errors import InvalidRequest, MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Cancel, Replies
 from collm_common.requeue import GROUP
+from collm_common.retry import forever
 from collm_common.streams import Tail
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.open_requests import Open, OpenRequests
-from collm_dispatcher.retry import forever
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
@@ -100,9 +100,7 @@ class Courier:
 
     async def _receive(self, entry: streams.Entry) -> None:
         try:
-            message = messages.decode(entry.data)
-            if not isinstance(message, Replies):
-                raise MessageError(f"{entry.kind} is no reply")
+            message = messages.decode_as(Replies, entry.data)
         except MessageError as error:
             log.error("dropping reply %s: %s", entry.entry_id, error)
             return

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from collm_common.broker import AWAY, stop_all
 from collm_common.clock import Clock
+from collm_common.retry import once
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.courier import Courier
@@ -22,7 +23,6 @@ from collm_dispatcher.ingress.open_requests import OpenRequests
 from collm_dispatcher.ingress.routes import Routes
 from collm_dispatcher.ingress.tokenizing import load_all
 from collm_dispatcher.ingress.upload import Uploads
-from collm_dispatcher.retry import once
 from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)
