@@ -26,7 +26,7 @@ class DataEndpoint:
         digest: Callable[[], Awaitable[str]],
         trouble: Callable[[], str],
     ) -> None:
-        """`check` counts the samples of a text or raises DataError; `trouble` says why nothing is served ("": it is)."""
+        """`check` counts samples or raises DataError; `trouble` says why nothing is served, "" if all is well."""
         self._folder, self._max_bytes, self._check, self._digest = folder / UPLOADS, max_bytes, check, digest
         self._trouble = trouble
         self._runner: web.AppRunner | None = None
