@@ -55,7 +55,9 @@ class Supervisor:
         self.settings, self.redis, self.clock = settings, redis, clock
         self.presence = Presence(settings, redis, clock)
         self.stop = asyncio.Event()
-        self._endpoint = DataEndpoint(Path(settings.data_dir), settings.max_upload_mb << 20, check_text, self.digest)
+        self._endpoint = DataEndpoint(
+            Path(settings.data_dir), settings.max_upload_mb << 20, check_text, self.digest, self.trouble
+        )
         self._data_url = ""
         self._weights_fd = os.memfd_create(f"collm-{settings.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._weights_ready = asyncio.Event()
@@ -96,6 +98,10 @@ class Supervisor:
         self._digests.append(reply)
         await self._inference.send(DigestRequest())
         return await asyncio.wait_for(reply, self.settings.start_timeout_s)
+
+    def trouble(self) -> str:
+        """Why requests are not being answered right now; "" if they are."""
+        return self._inference.trouble(self.settings.unhealthy_s)
 
     async def _drain(self) -> None:
         await self.presence.not_ready()
