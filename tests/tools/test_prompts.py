@@ -61,6 +61,7 @@ def test_malformed_prompts_name_line_and_field(tmp_path: Path, text: str, field:
     with pytest.raises(DataError) as caught:
         read_prompts(path)
     assert (caught.value.line, caught.value.field) == (3, field)
+    assert str(caught.value).startswith(f"{path}: line 3: ")
 
 
 def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:

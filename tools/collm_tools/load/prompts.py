@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +33,21 @@ class Prompt:
     reference: str = ""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A DataError from inside says which file it is about."""
+    try:
+        yield
+    except DataError as error:
+        error.args = (f"{path}: {error}",)
+        raise
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads question/answer, prompt/completion, instruction/output, text/code or messages, one object a line."""
     if not path.is_file():
         raise DataError(f"no such file: {path}", field="prompts")
-    with path.open(encoding="utf-8") as file:
+    with naming(path), path.open(encoding="utf-8") as file:
         prompts = [parse_prompt(text, line) for line, text in enumerate(file, start=1) if text.strip()]
     if not prompts:
         raise DataError(f"{path} has no prompts", field="prompts")

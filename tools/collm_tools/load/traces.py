@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from collm_common.errors import DataError
+from collm_tools.load.prompts import naming
 from collm_tools.load.traffic import Arrival
 
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -20,7 +21,8 @@ def read_trace(path: Path) -> list[Arrival]:
         raise DataError(f"{path}: a trace is .csv (Azure) or .jsonl (Mooncake)", field="trace")
     if not path.is_file():
         raise DataError(f"no such file: {path}", field="trace")
-    arrivals = sorted(readers[path.suffix](path), key=lambda arrival: arrival.at_s)
+    with naming(path):
+        arrivals = sorted(readers[path.suffix](path), key=lambda arrival: arrival.at_s)
     if not arrivals:
         raise DataError(f"{path} has no requests", field="trace")
     start_s = arrivals[0].at_s

