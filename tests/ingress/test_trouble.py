@@ -177,6 +177,12 @@ async def test_what_a_replica_refuses_keeps_its_status(redis: Redis, keys: Keys,
         await redis.sadd(keys.adapters, "desk")
         await eventually(lambda: _lists(site, "desk"))
         status, body = await site.post(TEXT, text(model="desk@v2"))
+        asked = asyncio.create_task(site.http.post(TEXT, json=text(max_tokens=200)))
+        await eventually(lambda: len(site.ingress.opened))
+        (open_,) = site.ingress.opened
+        open_.take(messages.Failed(open_.request.id, 0, 503, "adapter_slots_full", "come again"))
+        async with await asked as full:
+            assert (full.status, full.headers["Retry-After"]) == (503, "1")
     assert (status, body["error"]["type"]) == (404, "invalid_request_error")
 
 

@@ -161,7 +161,7 @@ class Answers:
                 case Again():
                     await self._again(open_)
                 case Failed():
-                    raise failure(told)
+                    raise failure(told, self._settings.retry_after_s)
                 case Done():
                     answer.done = told
 
@@ -226,9 +226,10 @@ class TimedOut(RequestError):
     code = "timeout"
 
 
-def failure(failed: Failed) -> RequestError:
-    """What a replica or the dispatch loop answered instead."""
-    error = RequestError(failed.message, code=failed.code)
+def failure(failed: Failed, retry_after_s: float) -> RequestError:
+    """What a replica or the dispatch loop answered instead; a refusal that passes says when to come again."""
+    passes = failed.status in (429, 503)
+    error = RequestError(failed.message, code=failed.code, retry_after_s=retry_after_s if passes else None)
     error.status = failed.status
     if failed.status < 500:
         error.type = "rate_limit_error" if failed.status == 429 else "invalid_request_error"

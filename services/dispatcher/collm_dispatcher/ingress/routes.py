@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -12,12 +11,13 @@ from typing import Any
 from aiohttp import web
 
 from collm_common.broker import AWAY
-from collm_common.errors import InternalError, PayloadTooLarge, RequestError, Unavailable
+from collm_common.errors import InternalError, RequestError, Unavailable
 from collm_common.messages import TokenLogprob
 from collm_dispatcher.ingress import render
 from collm_dispatcher.ingress.answer import Answer, Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
 from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.exchange import Events, read_body
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.upload import Uploads
 
@@ -61,6 +61,10 @@ class Routes:
         app.router.add_get("/metrics", self._get_metrics)
         return app
 
+    def any_ready(self) -> bool:
+        """Whether a replica can answer now."""
+        return self._directory.any_ready()
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, ChatBody)
 
@@ -69,7 +73,7 @@ class Routes:
 
     async def _complete(self, request: web.Request, kind: type[ChatBody] | type[CompletionBody]) -> web.StreamResponse:
         self._refuse_if_draining()
-        data = await request.read()
+        data = await read_body(request, self._max_body)
         body = parse(ChatBody, data) if kind is ChatBody else parse(CompletionBody, data)
         answer = await self._answers.accept(body, request.headers)
         try:
@@ -150,10 +154,6 @@ class Routes:
             return await handler(request)
         except RequestError as error:
             return self._refusal(request, error)
-        except web.HTTPRequestEntityTooLarge:
-            return self._refusal(
-                request, PayloadTooLarge(f"body is over the limit of {self._max_body} bytes", param="body")
-            )
         except web.HTTPException as error:
             refusal = RequestError(error.reason, code="not_found" if error.status == 404 else "http_error")
             refusal.status, refusal.type = error.status, "invalid_request_error"
@@ -174,30 +174,3 @@ class Routes:
         if error.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
         return web.json_response(render.error_body(error), status=error.status, headers=headers)
-
-
-class Events:
-    """A response of server-sent events."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        self.started = False
-
-    async def send(self, chunk: dict[str, Any]) -> None:
-        """One event."""
-        await self._write(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
-
-    async def end(self) -> web.StreamResponse:
-        """The last event."""
-        await self._write("[DONE]")
-        await self.response.write_eof()
-        return self.response
-
-    async def _write(self, data: str) -> None:
-        if not self.started:
-            self.started = True
-            await self.response.prepare(self._request)
-        await self.response.write(f"data: {data}\n\n".encode())
