@@ -35,8 +35,9 @@ class Dispatch:
     async def _discover(self) -> None:
         async for _ in ticks(self.settings.refresh_s, self.clock):
             for name in await self.redis.smembers(self.settings.keys.streams):
-                model, _, slo = name.decode().rpartition("|")
-                self._leader(model).follow(slo)
+                model, divided, slo = name.decode(errors="replace").rpartition("|")
+                if divided:
+                    self._leader(model).follow(slo)
             for task in self._tasks.values():
                 if task.done():
                     task.result()

@@ -254,7 +254,7 @@ class Leader:
             return
         for member in self.cell.of(self.model):
             info = member.info
-            if info.alive or not info.ready:
+            if info.alive or not (info.ready or await self.redis.xlen(self.keys.subflow(info.id))):
                 continue
             lost = await give_up_subflow(self.redis, self.keys, info.id)
             log.warning("replica %s is gone: %d requests go back", info.id, lost)
