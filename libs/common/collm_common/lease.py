@@ -14,14 +14,14 @@ class Lease:
     def __init__(self, redis: Redis, keys: Keys, name: str, holder: str, ttl_s: float) -> None:
         self.key = keys.lease(name)
         self._fence = keys.fence(name)
-        self._holder, self._ttl_ms = holder, round(ttl_s * 1000)
+        self.ttl_s, self._holder = ttl_s, holder
         self._acquire = redis.register_script(ACQUIRE)
         self._release = redis.register_script(RELEASE_LEASE)
         self.token: str | None = None
 
     async def hold(self) -> str | None:
         """Take or renew it; the token, or None while another holds it. Call at least three times a TTL."""
-        reply = await self._acquire(keys=[self.key, self._fence], args=[self._holder, self._ttl_ms])
+        reply = await self._acquire(keys=[self.key, self._fence], args=[self._holder, round(self.ttl_s * 1000)])
         self.token = reply.decode() if reply else None
         return self.token
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
 
 from redis.asyncio import Redis
 
-from collm_common import latency, messages, post
-from collm_common.broker import AWAY
+from collm_common import latency, post
 from collm_common.clock import Clock
 from collm_common.errors import MessageError
 from collm_common.latency import LatencyModel
 from collm_common.lease import Lease
 from collm_common.messages import (
+    AnyMessage,
     Configure,
     InferenceReport,
     JobChanged,
@@ -28,13 +27,12 @@ from collm_common.messages import (
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
+from collm_common.watch import Watch
 from collm_coordinator.replica_model import ReplicaModel
 from collm_coordinator.settings import CoordinatorSettings
 from collm_coordinator.solver import Choice, Demand, Learning, first_draw, keeps_slo, solve
 
 log = logging.getLogger(__name__)
-
-BATCH = 500
 
 
 class Coordinator:
@@ -46,53 +44,25 @@ class Coordinator:
         self.models: dict[str, ReplicaModel] = {}
         self._lease = Lease(redis, self.keys, "coordinator", uuid.uuid4().hex[:8], settings.lease_ttl_s)
         self._registry = Registry(redis, self.keys)
-        self._tail: Tail | None = None
+        self._watch = Watch(self._lease, clock, settings.fit_s, self._lead, self._hear, self._look_around)
 
     @property
     def leads(self) -> bool:
-        """Whether this one holds the lease, as far as it knows."""
-        return self._tail is not None
+        """Whether this one holds the lease, as far as it knows, and has read what there was."""
+        return self._watch.leads
 
     async def run(self) -> None:
-        """Until `stop`. A broker that is away costs only the time it lasts."""
-        next_fit_s = self.clock.monotonic()
-        while not self.stop.is_set():
-            try:
-                if not await self._lead():
-                    await self.clock.sleep(self.settings.lease_ttl_s / 3)
-                    continue
-                assert self._tail is not None
-                for entry in await self._tail.read(BATCH, min(1.0, self.settings.lease_ttl_s / 3)):
-                    await self._hear(entry)
-                if self.clock.monotonic() >= next_fit_s:
-                    next_fit_s = self.clock.monotonic() + self.settings.fit_s
-                    await self._look_around()
-            except AWAY as error:
-                # What was missed meanwhile is found again where jobs and states are looked at anew.
-                log.warning("broker away: %s", error)
-                self._tail = None
-                await self.clock.sleep(0.5)
-        self._tail = None
-        with contextlib.suppress(*AWAY):
-            await self._lease.release()
+        """Until `stop`. What no event told is found again where jobs and states are looked at anew."""
+        await self._watch.run(self.stop)
 
-    async def _lead(self) -> bool:
-        if await self._lease.hold() is None:
-            self._tail = None
-            return False
-        if self._tail is None:
-            log.info("leading")
-            self._tail = Tail(self.redis, self.keys.telemetry, self.keys.events)
-            await self._tail.start()
-            await self._join_waiting()
-        return True
+    async def _lead(self) -> Tail:
+        tail = Tail(self.redis, self.keys.telemetry, self.keys.events)
+        await tail.start()
+        await self._join_waiting()
+        log.info("leading")
+        return tail
 
-    async def _hear(self, entry: Entry) -> None:
-        try:
-            message = messages.decode(entry.data)
-        except MessageError as error:
-            log.error("skipping entry %s of %s: %s", entry.entry_id, entry.key, error)
-            return
+    async def _hear(self, _: Entry, message: AnyMessage) -> None:
         match message:
             case InferenceReport():
                 self._model(message.replica).observe_inference(message)
@@ -140,7 +110,7 @@ class Coordinator:
 
     # --- fits
 
-    async def _look_around(self) -> None:
+    async def _look_around(self, _: float) -> None:
         """Fit whoever has new samples, forget replicas that are gone, and act on what no event told."""
         replicas = await self._registry.replicas()
         for id_ in [id_ for id_ in self.models if id_ not in replicas]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections.abc import Collection
@@ -11,16 +10,15 @@ from collections.abc import Collection
 import msgspec
 from redis.asyncio import Redis
 
-from collm_common import messages
-from collm_common.broker import AWAY
 from collm_common.clock import Clock
-from collm_common.errors import FencedError, MessageError
+from collm_common.errors import MessageError
 from collm_common.latency import sizes_from_hash
 from collm_common.lease import Lease
 from collm_common.messages import AnyMessage, InferenceReport, ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
+from collm_common.watch import Watch
 from collm_launcher.loads import Loads
 from collm_launcher.policy import rounds
 from collm_launcher.policy.idle import Move
@@ -29,8 +27,6 @@ from collm_launcher.settings import LauncherSettings
 from collm_launcher.store import JobStore, order
 
 log = logging.getLogger(__name__)
-
-BATCH = 500
 
 
 class Launcher:
@@ -44,7 +40,7 @@ class Launcher:
         self._lease = Lease(redis, self.keys, "launcher", uuid.uuid4().hex[:8], settings.lease_ttl_s)
         self._registry = Registry(redis, self.keys)
         self._store = JobStore(redis, self.keys, self._lease, settings.keep_versions)
-        self._tail: Tail | None = None
+        self._watch = Watch(self._lease, clock, settings.tick_s, self._lead, self._hear, self._tick)
         self._replicas: dict[str, ReplicaInfo] = {}
         self._positions: dict[str, str] = {}
         self._start_over()
@@ -52,44 +48,15 @@ class Launcher:
     @property
     def leads(self) -> bool:
         """Whether this one holds the lease, as far as it knows, and has read what there was."""
-        return self._tail is not None
+        return self._watch.leads
 
     async def run(self) -> None:
-        """Until `stop`. A broker that is away, or a lost lease, costs only the time it lasts."""
-        next_tick_s = self.clock.monotonic()
-        while not self.stop.is_set():
-            try:
-                await self._hold()
-                if self._tail is None:
-                    await self.clock.sleep(min(self.settings.tick_s, self.settings.lease_ttl_s / 3))
-                    continue
-                wait_s = min(self.settings.lease_ttl_s / 4, next_tick_s - self.clock.monotonic())
-                for entry in await self._tail.read(BATCH, max(0.01, wait_s)):
-                    await self._hear(entry)
-                if self.clock.monotonic() >= next_tick_s:
-                    next_tick_s = max(next_tick_s + self.settings.tick_s, self.clock.monotonic())
-                    await self._tick(self.clock.now())
-            except FencedError as error:
-                log.warning("%s", error)
-                self._tail = None
-            except AWAY as error:
-                # What was decided and not written is decided again from what Redis has.
-                log.warning("broker away: %s", error)
-                self._tail = None
-                await self.clock.sleep(0.5)
-        self._tail = None
-        with contextlib.suppress(*AWAY):
-            await self._lease.release()
+        """Until `stop`. What was decided and not written is decided again from what Redis has."""
+        await self._watch.run(self.stop)
 
     # --- leading
 
-    async def _hold(self) -> None:
-        if await self._lease.hold() is None:
-            self._tail = None
-        elif self._tail is None:
-            await self._lead()
-
-    async def _lead(self) -> None:
+    async def _lead(self) -> Tail:
         self._start_over()
         self.jobs, self._positions = await self._store.jobs()
         tail = Tail(self.redis, self.keys.telemetry, self.keys.events)
@@ -101,7 +68,7 @@ class Launcher:
             self._next_job_s[model] = await self._store.trained_s(name) + self.settings.cooldown_s
         self._replicas = await self._registry.replicas()
         log.info("leading, with %d jobs to go on with", len(self.jobs))
-        self._tail = tail
+        return tail
 
     def _start_over(self) -> None:
         self._loads = Loads(self.settings.idle, self.settings.combined_share)
@@ -110,12 +77,7 @@ class Launcher:
 
     # --- events
 
-    async def _hear(self, entry: Entry) -> None:
-        try:
-            message = messages.decode(entry.data)
-        except MessageError as error:
-            log.error("skipping entry %s of %s: %s", entry.entry_id, entry.key, error)
-            return
+    async def _hear(self, entry: Entry, message: AnyMessage) -> None:
         match message:
             case InferenceReport():
                 self._loads.hear(message)
