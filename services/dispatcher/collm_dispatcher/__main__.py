@@ -10,12 +10,13 @@ import socket
 from contextlib import AsyncExitStack
 from functools import partial
 
-from collm_common.broker import connection
+from collm_common.broker import connection, stop_all
 from collm_common.clock import SystemClock
 from collm_common.errors import SettingsError
 from collm_common.process import serve, stop_on_signals
 from collm_common.settings import load
 from collm_dispatcher.dispatch import dispatching
+from collm_dispatcher.ingress.greeting import greet
 from collm_dispatcher.ingress.service import Ingress, ingress
 from collm_dispatcher.settings import DispatcherSettings
 
@@ -38,6 +39,9 @@ async def live(settings: DispatcherSettings, role: str) -> None:
             front = await stack.enter_async_context(ingress(settings, redis, clock))
             tasks += front.tasks
             log.info("listening on port %d", front.port)
+            url = settings.public_url or f"http://localhost:{front.port}"
+            greeting = asyncio.create_task(greet(front.routes.any_ready, url, next(iter(settings.models)), clock))
+            stack.push_async_callback(stop_all, greeting)
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -17,12 +17,14 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     """`models` maps the name clients use to the folder or hub name of its tokenizer.
 
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
-    class gets. Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch.
+    class gets. `public_url` is how clients reach this service, if not by `port` of this machine.
+    Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch.
     """
 
     models: dict[Name, str] = field(default_factory=dict)
     host: str = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    public_url: str = ""
     id: str = ""
 
     slo_classes: dict[Name, dict[str, float | str]] = field(default_factory=dict)
