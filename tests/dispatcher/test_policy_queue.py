@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +65,20 @@ def test_what_is_removed_does_not_come_back(rows: list[tuple[int, bool]], now: i
     assert not {items[number].entry_id for number in gone} & {item.entry_id for item in left}
     assert len({item.entry_id for item in out + left}) == len(out) + len(left)
     assert list(queue) == [item for item in items if item in left]
+
+
+def test_who_can_only_be_late_goes_out_before_the_deadline_and_only_if_it_wants_to() -> None:
+    """A place in a batch for an answer that nobody will wait for."""
+    queue = DeadlineQueue()
+    items = [
+        msgspec.structs.replace(waiting(n, 10.0, rejects), latest_s=6.0) for n, rejects in enumerate((True, False))
+    ]
+    unknown = waiting(2, 10.0, rejects=True)
+    for item in (*items, unknown):
+        queue.add(item)
+    assert queue.shed(5.9) == []
+    assert queue.shed(6.0) == [items[0]]
+    assert queue.first(9) == [items[1], unknown]
 
 
 def test_an_entry_that_comes_twice_is_one() -> None:

@@ -30,14 +30,22 @@ PROMPT_WEIGHT = 0.05
 class Backlog:
     """One reader task a stream; at most about `max_held` entries are held, the rest waits in Redis.
 
-    `on_arrival` is called after each batch of new entries; `prompt_tokens` is the moving average of their prompts.
+    `on_arrival` is called after each batch of new entries, `latest_s` says when one must begin to be in time (Unix
+    seconds, None: not known); `prompt_tokens` is the moving average of their prompts.
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, consumer: str, max_held: int, clock: Clock, on_arrival: Callable[[], None]
+        self,
+        redis: Redis,
+        keys: Keys,
+        consumer: str,
+        max_held: int,
+        clock: Clock,
+        on_arrival: Callable[[], None],
+        latest_s: Callable[[Request], float | None],
     ) -> None:
         self._redis, self._keys, self._consumer, self._clock = redis, keys, consumer, clock
-        self._max_held, self._on_arrival = max_held, on_arrival
+        self._max_held, self._on_arrival, self._latest_s = max_held, on_arrival, latest_s
         self._streams: dict[str, WorkQueue] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._space = asyncio.Event()
@@ -117,12 +125,12 @@ class Backlog:
             length = len(request.prompt) + len(request.prefix)
             self.prompt_tokens += (length - self.prompt_tokens) * (PROMPT_WEIGHT if self.prompt_tokens else 1.0)
             self._slos[entry.key] = (request.slo, self._clock.monotonic())
-            self.queue.add(_waiting(entry, request))
+            self.queue.add(_waiting(entry, request, self._latest_s(request)))
         if entries:
             self._on_arrival()
 
 
-def _waiting(entry: Entry, request: Request) -> Waiting:
+def _waiting(entry: Entry, request: Request, latest_s: float | None) -> Waiting:
     return Waiting(
         key=entry.key,
         entry_id=entry.entry_id,
@@ -132,4 +140,5 @@ def _waiting(entry: Entry, request: Request) -> Waiting:
         arrival_s=request.arrival_s,
         deadline_s=request.deadline_s,
         slo=request.slo,
+        latest_s=latest_s,
     )

@@ -36,6 +36,11 @@ class Member(Struct, frozen=True):
         return self.info.alive and self.info.ready
 
     @property
+    def train_batch(self) -> int:
+        """B of the fine-tuning beside it; 0 while there is none."""
+        return self.sizes.train if self.sizes is not None and self.info.state is ReplicaState.COMBINED else 0
+
+    @property
     def takes_requests(self) -> bool:
         """Usable and not Idle."""
         return self.usable and self.info.state is not ReplicaState.IDLE

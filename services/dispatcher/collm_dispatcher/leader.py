@@ -15,7 +15,7 @@ from collm_common.broker import AWAY, stop_all
 from collm_common.clock import Clock, ticks
 from collm_common.errors import FencedError
 from collm_common.lease import Lease
-from collm_common.messages import PauseTraining, ReplicaChanged, ResumeTraining
+from collm_common.messages import PauseTraining, ReplicaChanged, Request, ResumeTraining
 from collm_common.requeue import give_up_subflow
 from collm_common.retry import forever
 from collm_common.types import ReplicaState, Slo
@@ -24,6 +24,7 @@ from collm_dispatcher.cell import Cell, Member
 from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Plan
 from collm_dispatcher.policy.forecast import Forecast
 from collm_dispatcher.policy.pacing import Mode, Room, Shape, combined_mode, deal, due_s, serving_mode
+from collm_dispatcher.prospects import latest_start_s
 from collm_dispatcher.release import Mover
 from collm_dispatcher.settings import DispatcherSettings
 
@@ -89,7 +90,11 @@ class Leader:
     # --- leadership
 
     def _new_backlog(self) -> Backlog:
-        return Backlog(self.redis, self.keys, self.holder, self.settings.max_held, self.clock, self._arrived)
+        def latest_s(request: Request) -> float | None:
+            return latest_start_s(request, self.cell.of(self.model))
+
+        held = self.settings.max_held
+        return Backlog(self.redis, self.keys, self.holder, held, self.clock, self._arrived, latest_s)
 
     def _arrived(self) -> None:
         self._wake.set()
@@ -134,7 +139,9 @@ class Leader:
         self._wake.clear()
         backlog, now = self._backlog, self.clock.now()
         for item in backlog.queue.shed(now):
-            await self._mover.refuse(item, 503, "rejected-ttl-expired", "the deadline passed before it was served")
+            await self._mover.refuse(
+                item, 503, "rejected-ttl-expired", "it cannot be served before its deadline any more"
+            )
             backlog.settle(item)
         pause_s = await self._release_due(token, now) if self.held and self.plan.carriers else None
         if self.held and pause_s is None:
@@ -227,12 +234,11 @@ class Leader:
     def _mode(self, member: Member) -> Mode:
         most, sizes, model = member.info.infer_batch_max, member.sizes, member.latency
         training = member.info.state is ReplicaState.COMBINED and sizes is not None
-        train_batch = sizes.train if training and sizes is not None else 0
         shape = Shape(
             prefill_s=0.0 if model is None else model.prefill_s(self._backlog.prompt_tokens),
             output_tokens=1.0 if model is None else model.output_tokens,
         )
-        step = None if model is None else partial(model.iteration_s, train_batch)
+        step = None if model is None else partial(model.iteration_s, member.train_batch)
         if training and sizes is not None:
             return combined_mode(step, shape, min(most, sizes.infer))
         return serving_mode(step, shape, self._paced_for, most)

@@ -41,6 +41,20 @@ def service_s(step: StepTime, shape: Shape, b: int) -> float:
     return shape.prefill_s + shape.output_tokens * step(b)
 
 
+def least_s(step: StepTime, prefill_s: float, output_tokens: float, max_tokens: int, slo: Slo) -> float:
+    """Seconds that one request takes, alone in its batch, to what its deadline is about: its first token or its last.
+
+    `output_tokens` is the expected length of an answer.
+    """
+    first_only = slo.e2e_s is None and slo.tpot_s is None
+    return service_s(step, Shape(prefill_s, 1.0 if first_only else min(output_tokens, max_tokens)), 1)
+
+
+def latest_s(arrival_s: float, deadline_s: float, least: float) -> float | None:
+    """When a request must begin to be in time; None if it never could be: then the estimate has no say."""
+    return deadline_s - least if least < deadline_s - arrival_s else None
+
+
 def keeps(slo: Slo, step: StepTime, shape: Shape, b: int) -> bool:
     """Whether a batch of `b` keeps every limit: S(b) <= e2e, T_infer(b) <= tpot, prefill and one step <= ttft."""
     pairs = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator
+from math import inf
 
 from msgspec import Struct
 
@@ -12,7 +13,10 @@ from collm_common.types import Slo
 
 
 class Waiting(Struct, frozen=True):
-    """One request: `key` and `entry_id` say where its entry is, times are Unix seconds."""
+    """One request: `key` and `entry_id` say where its entry is, times are Unix seconds.
+
+    It must begin before `latest_s` to end by its deadline; None: how long it takes is not known.
+    """
 
     key: str
     entry_id: str
@@ -22,13 +26,25 @@ class Waiting(Struct, frozen=True):
     arrival_s: float
     deadline_s: float
     slo: Slo
+    latest_s: float | None = None
+
+    @property
+    def refused_s(self) -> float:
+        """From when on no answer is wanted."""
+        if self.slo.late == "serve":
+            return inf
+        return self.deadline_s if self.latest_s is None else min(self.deadline_s, self.latest_s)
 
 
 class DeadlineQueue:
-    """Earliest deadline first; a late request goes behind all others or, if its class says so, out (`shed`)."""
+    """Earliest deadline first; a late request goes behind all others.
+
+    If its class says so, it goes out (`shed`) as soon as it can only be late: its place is worth more to others.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, float, str, str]] = []
+        self._refused: list[tuple[float, str, str]] = []
         self._late: deque[tuple[str, str]] = deque()
         self._items: dict[tuple[str, str], Waiting] = {}
 
@@ -47,23 +63,23 @@ class DeadlineQueue:
         if place not in self._items:
             self._items[place] = item
             heapq.heappush(self._heap, (item.deadline_s, item.arrival_s, *place))
+            if item.refused_s < inf:
+                heapq.heappush(self._refused, (item.refused_s, *place))
 
     def remove(self, item: Waiting) -> None:
         """It was released, shed, or is gone."""
         self._items.pop((item.key, item.entry_id), None)
 
     def shed(self, now: float) -> list[Waiting]:
-        """Take out what is past its deadline and wants no late answer; the other late ones lose their turn."""
+        """Take out what can only be late and wants no late answer; the other late ones lose their turn."""
         out: list[Waiting] = []
+        while self._refused and self._refused[0][0] <= now:
+            _, *place = heapq.heappop(self._refused)
+            if (item := self._items.pop((place[0], place[1]), None)) is not None:
+                out.append(item)
         while self._heap and self._heap[0][0] <= now:
             *_, key, entry_id = heapq.heappop(self._heap)
-            item = self._items.get((key, entry_id))
-            if item is None:
-                continue
-            if item.slo.late == "reject":
-                out.append(item)
-                self.remove(item)
-            else:
+            if (key, entry_id) in self._items:
                 self._late.append((key, entry_id))
         return out
 
