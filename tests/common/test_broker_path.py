@@ -7,10 +7,11 @@ import os
 import signal
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 
 from collm_common import blobs, messages, streams
-from collm_common.broker import connection, patiently
+from collm_common.broker import AWAY, connection, patiently
 from collm_common.clock import ManualClock, ticks
 from collm_common.errors import AdapterError, BrokerError
 from collm_common.keys import Keys
@@ -233,6 +234,21 @@ async def test_patience_outlasts_a_restart_of_the_broker_and_ends_at_its_deadlin
             assert await waiting
     finally:
         server.close()
+
+
+def test_a_connection_that_closes_under_a_command_counts_as_away(broker: Broker) -> None:
+    """A service that dies of the event loop's own error in the moment in which the broker does."""
+
+    async def torn() -> None:
+        async with connection(broker.url) as client:
+            line = client.connection_pool.make_connection()
+            await line.connect()
+            line._writer.transport.abort()
+            await asyncio.sleep(0)
+            with pytest.raises(AWAY):
+                await line.send_command("PING", check_health=False)
+
+    uvloop.run(torn())
 
 
 async def test_ticks_do_not_drift_or_bunch() -> None:

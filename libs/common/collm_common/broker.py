@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redis.exceptions as failures
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
@@ -24,9 +25,19 @@ CANCEL_AGAIN_S = 0.2
 T = TypeVar("T")
 
 
+class _Torn(AbstractConnection):  # type: ignore[misc]
+    """uvloop calls a connection that closes under a command a RuntimeError, which nobody would try again."""
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super().send_packed_command(*args, **kwargs)
+        except RuntimeError as error:
+            raise failures.ConnectionError(str(error)) from error
+
+
 def connect(url: str) -> Redis:
     """A client with bytes replies. A command is tried four times over about a second before it counts as failed."""
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         protocol=2,
         decode_responses=False,
@@ -36,6 +47,9 @@ def connect(url: str) -> Redis:
         retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 3),
         retry_on_error=[failures.BusyLoadingError],
     )
+    pool = client.connection_pool
+    pool.connection_class = type("Connection", (_Torn, pool.connection_class), {})
+    return client
 
 
 @asynccontextmanager
