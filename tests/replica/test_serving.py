@@ -104,11 +104,11 @@ async def test_a_request_keeps_the_version_it_was_admitted_with(redis: Redis, ke
     """A swap that changes the adapter in the middle of an answer."""
     await store_adapter(redis, keys, "desk", 1)
     async with serving(redis, settings(), iteration_s=lambda sequences, tokens: 0.002) as running:
-        await running.load("desk", 1)
+        await running.versions.load("desk", 1)
         await send(redis, keys, request("old", adapter="desk", sampling=SamplingParams(max_tokens=200)))
         await eventually(lambda: running.engine.running == 1)
         await store_adapter(redis, keys, "desk", 2)
-        await running.load("desk", 2)
+        await running.versions.load("desk", 2)
         await send(redis, keys, request("new", adapter="desk"))
         await send(redis, keys, request("pinned", adapter="desk", version="1"))
         for id_ in ("old", "new", "pinned"):
@@ -179,7 +179,7 @@ async def test_without_a_free_slot_a_request_may_come_again(redis: Redis, keys: 
     for name in ("desk", "shop"):
         await store_adapter(redis, keys, name, 1)
     async with serving(redis, settings(slots=1)) as running:
-        await running.load("desk", 1)
+        await running.versions.load("desk", 1)
         await send(redis, keys, request("current", adapter="shop"))
         await send(redis, keys, request("pinned", adapter="shop", version="1"))
         await eventually(lambda: _is_empty(redis, keys))
@@ -226,12 +226,12 @@ async def test_a_snapshot_never_takes_the_place_of_something_newer(redis: Redis,
     """A late snapshot of an old round that hides the version which was published after it."""
     await store_adapter(redis, keys, "desk", 1)
     async with serving(redis, settings()) as running:
-        running.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
+        running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
         await eventually(lambda: running.engine.versions.get("desk") == AdapterRef("desk", "0.2"))
-        await running.load("desk", 1)
+        await running.versions.load("desk", 1)
         await eventually(lambda: running.engine.versions["desk"] == AdapterRef("desk", "1"))
-        running.take_snapshot(Loaded(AdapterRef("desk", "0.3"), {}, 4, 8.0))
-        running.take_snapshot(Loaded(AdapterRef("desk", "1.1"), {}, 4, 8.0))
+        running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.3"), {}, 4, 8.0))
+        running.versions.take_snapshot(Loaded(AdapterRef("desk", "1.1"), {}, 4, 8.0))
         await eventually(lambda: running.engine.versions["desk"] == AdapterRef("desk", "1.1"))
 
 
@@ -239,12 +239,12 @@ async def test_a_load_waits_for_a_free_slot(redis: Redis, keys: Keys) -> None:
     """A published version that is forgotten because every slot was in use when it came."""
     await store_adapter(redis, keys, "desk", 1)
     async with serving(redis, settings(slots=1), iteration_s=lambda sequences, tokens: 0.002) as running:
-        await running.load("desk", 1)
+        await running.versions.load("desk", 1)
         await send(redis, keys, request(adapter="desk", sampling=SamplingParams(max_tokens=100)))
         await eventually(lambda: running.engine.running == 1)
-        await running.load("desk", 0)
+        await running.versions.load("desk", 0)
         await store_adapter(redis, keys, "desk", 2)
-        await running.load("desk", 2)
+        await running.versions.load("desk", 2)
         await eventually(lambda: running.engine.versions["desk"] == AdapterRef("desk", "2"))
     assert {str(reply.adapter) for reply in await replies(redis, keys) if isinstance(reply, Delta)} == {"desk@v1"}
 
@@ -254,7 +254,7 @@ async def test_reports_tell_utilisation_batch_and_iteration_times(redis: Redis, 
     info = ReplicaInfo("r1", "m", "i", ReplicaState.COMBINED, ready=True, infer_batch_max=8, context_tokens=64)
     await Registry(redis, keys).register(info, 30)
     async with serving(redis, settings(report_s=0.2), iteration_s=lambda sequences, tokens: 0.002) as running:
-        running.training_batch = 4
+        running.reports.training_batch = 4
         running.limit(3)
         for number in range(6):
             await send(redis, keys, request(f"q{number}", sampling=SamplingParams(max_tokens=60)))

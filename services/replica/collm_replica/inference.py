@@ -105,9 +105,9 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
             case Configure():
                 serving.limit(message.sizes.infer)
             case LoadAdapter():
-                await serving.load(message.name, message.version)
+                await serving.versions.load(message.name, message.version)
             case Training():
-                serving.training_batch = message.batch
+                serving.reports.training_batch = message.batch
             case Snapshot():
                 await take_snapshot(message, serving, loadout)
             case DigestRequest():
@@ -130,7 +130,7 @@ async def take_snapshot(message: Snapshot, serving: Serving, loadout: Loadout) -
         return
     finally:
         path.unlink(missing_ok=True)
-    serving.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
+    serving.versions.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
 
 
 async def say_alive(channel: Channel, serving: Serving) -> None:
@@ -158,7 +158,7 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
         serving = Serving(settings, redis, loadout.engine, feed, loadout.utilisation, SystemClock())
         for name in await feed.names(settings.served_name):
             if (version := await feed.current(name)) is not None:
-                await serving.load(name, version)
+                await serving.versions.load(name, version)
         ready = Ready(
             base_digest=digest,
             context_tokens=settings.context_tokens,

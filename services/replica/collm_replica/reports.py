@@ -1,0 +1,80 @@
+"""The inference process reports on itself: what its engine did, every `report_s` seconds, into telemetry."""
+
+from __future__ import annotations
+
+import logging
+
+from redis.asyncio import Redis
+
+from collm_common import post
+from collm_common.broker import AWAY
+from collm_common.clock import Clock, ticks
+from collm_common.messages import Delta, Done, Failed, InferenceReport
+from collm_common.registry import Registry
+from collm_replica.engine.protocol import InferenceEngine, StepResult
+from collm_replica.settings import ReplicaSettings
+from collm_replica.telemetry import Utilisation, Window
+from collm_replica.versions import Versions
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """`training_batch` is the micro-batch that the fine-tuning process runs right now (0: none)."""
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        redis: Redis,
+        engine: InferenceEngine,
+        versions: Versions,
+        utilisation: Utilisation,
+        clock: Clock,
+    ) -> None:
+        self._settings, self._redis, self._clock = settings, redis, clock
+        self._engine, self._versions, self._utilisation = engine, versions, utilisation
+        self._registry = Registry(redis, settings.keys)
+        self._window = Window(clock.monotonic())
+        self.training_batch = 0
+
+    def count(self, result: StepResult) -> None:
+        """Account for one step."""
+        self._window.step(self.training_batch, result.running, result.prefill_tokens, result.duration_s)
+        self._window.output_tokens += sum(len(reply.tokens) for reply in result.replies if isinstance(reply, Delta))
+        self._window.finished += sum(isinstance(reply, Done | Failed) for reply in result.replies)
+
+    async def run(self) -> None:
+        """For ever. A report that cannot be sent is lost."""
+        async for now in ticks(self._settings.report_s, self._clock):
+            try:
+                await self._report(now)
+            except AWAY as error:
+                log.warning("telemetry: broker away: %s", error)
+
+    async def _report(self, now: float) -> None:
+        info = await self._registry.replica(self._settings.id)
+        if info is None:
+            return
+        window, self._window = self._window, Window(self._clock.monotonic())
+        busy, mean_batch = window.fractions(self._window.start_s)
+        report = InferenceReport(
+            replica=self._settings.id,
+            state=info.state,
+            time_s=now,
+            utilisation=self._utilisation.read(busy),
+            memory_bytes=self._utilisation.memory_bytes(),
+            queue=self._engine.waiting,
+            running=self._engine.running,
+            mean_batch=mean_batch,
+            limit=self._engine.limit,
+            train_batch=self.training_batch,
+            iterations=window.samples(),
+            prefill_tokens=window.prefill_tokens,
+            prefill_s=window.prefill_s,
+            output_tokens=window.output_tokens,
+            finished=window.finished,
+            snapshots=self._versions.snapshots,
+            published=self._versions.published,
+            versions={name: ref.version for name, ref in self._engine.versions.items()},
+        )
+        await post.report(self._redis, self._settings.keys, report)
