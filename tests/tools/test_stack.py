@@ -204,6 +204,7 @@ def test_each_replica_has_its_own_name_and_data(tmp_path: Path, monkeypatch: pyt
     replicas = [spec.env for spec in specs if spec.name.startswith("replica")]
     assert [env["COLLM_REPLICA_ID"] for env in replicas] == ["r1", "r2", "r3"]
     assert len({env["COLLM_REPLICA_DATA_DIR"] for env in replicas}) == 3
+    assert {env["COLLM_REPLICA_RUN_DIR"] for env in replicas} == {str(options(tmp_path).run_dir.resolve())}
     assert {env["COLLM_REPLICA_MAX_BATCH"] for env in replicas} == {"3"}
     assert all(spec.env["COLLM_REDIS_URL"] == "redis://b" for spec in specs)
 

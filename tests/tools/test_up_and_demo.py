@@ -114,7 +114,8 @@ def test_the_demo_writes_report_picture_and_records(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_a_terminated_demo_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminated_demo_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
     """Catches services left behind by a demo that was stopped, and an old report that passes for its own."""
     port, out = free_port(), tmp_path / "out"
     out.mkdir()
@@ -124,10 +125,11 @@ def test_a_terminated_demo_leaves_nothing(tmp_path: Path) -> None:
         deadline = time.monotonic() + 30
         while not answers(f"http://127.0.0.1:{port}/ready") and time.monotonic() < deadline:
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=wait)
     thread.start()
     assert main(["demo", "--model", str(tmp_path), "--port", str(port), "--out", str(out)]) == 130
     thread.join()
+    assert "stopping" in capsys.readouterr().out
     assert not (out / "report.json").exists()

@@ -125,7 +125,14 @@ def conclude(options: DemoOptions, played: Played, console: Console) -> int:
 async def _run(options: DemoOptions, texts: Corpus, offers: Sequence[Offer], console: Console) -> Played:
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def stop() -> None:
+        if not task.cancelling():
+            say(console, "stopping …")
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     clear(options.out_dir)
     with tempfile.TemporaryDirectory(prefix="collm-demo-") as run_dir:
         stack_options = StackOptions(

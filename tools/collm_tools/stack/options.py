@@ -66,6 +66,7 @@ def service_specs(options: StackOptions, model: Path | str, redis_url: str, port
             "SERVED_NAME": options.served_name,
             "CACHE_DIR": str(options.cache_dir.resolve()),
             "DATA_DIR": str(options.data_dir(index).resolve()),
+            "RUN_DIR": str(options.run_dir.resolve()),
         }
         specs.append(_spec(f"replica-{replica}", "replica", own, shared))
     return [*specs, _spec("launcher", "launcher", {}, shared), _spec("coordinator", "coordinator", {}, shared)]
