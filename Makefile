@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PARTS := libs/common services/dispatcher services/replica services/launcher services/coordinator tools
 CODE := $(PARTS) tests scripts bench
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-POLICY := */policy/*,*/latency_model.py,*/goodput.py,*/solver.py
+POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py
 
 .PHONY: help demo test lint type unit bench clean
 

@@ -18,7 +18,7 @@ from collm_common import messages, streams
 from collm_common.clock import SystemClock
 from collm_common.errors import ModelError
 from collm_common.keys import Keys
-from collm_common.messages import AnyMessage, Cancel, Configure, Delta, Done, Lost
+from collm_common.messages import AnyMessage, Cancel, Configure, Delta, Done, Evaluate, Hyperparams, Lost, TaskFailed
 from collm_common.registry import Registry
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.settings import ReplicaSettings
@@ -252,3 +252,19 @@ async def _limit(redis: Redis, keys: Keys, limit: int) -> bool:
     entries = streams.parse("", await redis.xrevrange(keys.telemetry, count=1))
     report = messages.decode(entries[0].data) if entries else None
     return isinstance(report, messages.InferenceReport) and report.limit == limit
+
+
+async def test_a_task_for_a_process_that_is_not_there_fails_at_once(
+    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that waits for the deadline of a command which nobody took."""
+    settings = options(monkeypatch, broker, tmp_path)
+    evaluate = Evaluate(job="j", round=1, adapter="desk", version=0, hyper=Hyperparams(), deadline_s=1e12)
+    async with running(redis, settings):
+        await command(redis, keys, evaluate)
+        await eventually(lambda: _failed(redis, keys, "evaluate"))
+
+
+async def _failed(redis: Redis, keys: Keys, task: str) -> bool:
+    heard = [messages.decode(entry.data) for entry in streams.parse("", await redis.xrange(keys.events))]
+    return any(isinstance(event, TaskFailed) and event.task == task for event in heard)

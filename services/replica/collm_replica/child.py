@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -50,11 +49,15 @@ class Child:
         if self._greeting is not None:
             await self.send(self._greeting)
 
-    async def send(self, message: ToChild) -> None:
-        """Drops the message if the child is gone: its successor starts from Redis."""
-        if self.channel is not None:
-            with contextlib.suppress(ConnectionError):
-                await self.channel.send(message)
+    async def send(self, message: ToChild) -> bool:
+        """Whether the child was there to take it; what it was not is dropped: its successor starts from Redis."""
+        if self.channel is None or self.process is None or self.process.returncode is not None:
+            return False
+        try:
+            await self.channel.send(message)
+        except ConnectionError:
+            return False
+        return True
 
     async def wait(self) -> int:
         """Its exit status, once it is dead."""

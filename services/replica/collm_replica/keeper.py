@@ -35,10 +35,9 @@ class Keeper:
         self.child: Child | None = None
         self.ending = False
 
-    async def send(self, message: ToChild) -> None:
-        """To the child that lives now, if any."""
-        if self.child is not None:
-            await self.child.send(message)
+    async def send(self, message: ToChild) -> bool:
+        """To the child that lives now; whether there was one."""
+        return self.child is not None and await self.child.send(message)
 
     def trouble(self, still_s: float) -> str:
         """Why the child does no work: it has made no first step, or none for `still_s` seconds. "" while it does."""

@@ -127,22 +127,17 @@ class Supervisor:
         await forever("control", step, self.clock)
 
     async def _route(self, message: messages.AnyMessage) -> None:
-        if isinstance(message, TrainRound | Aggregate | Evaluate):
-            self._tasks[messages.kind(message)] = message
         match message:
+            case TrainRound() | Aggregate() | Evaluate():
+                self._tasks[messages.kind(message)] = message
+                if not await self._training.send(message):
+                    await self._fail_tasks("there is no fine-tuning process")
             case Cancel() | LoadAdapter():
                 await self._inference.send(message)
             case Configure():
                 await self._inference.send(message)
                 await self._training.send(message)
-            case (
-                TrainRound()
-                | Aggregate()
-                | Evaluate()
-                | messages.PauseTraining()
-                | messages.ResumeTraining()
-                | messages.StopTraining()
-            ):
+            case messages.PauseTraining() | messages.ResumeTraining() | messages.StopTraining():
                 await self._training.send(message)
             case _:
                 raise MessageError(f"{messages.kind(message)} is no command for a replica")
@@ -205,6 +200,10 @@ class Supervisor:
     async def _training_died(self, why: str) -> None:
         await self._inference.send(Training(batch=0))
         await self.presence.announce_finetune(why)
+        await self._fail_tasks(f"the fine-tuning process died: {why}")
+
+    async def _fail_tasks(self, reason: str) -> None:
+        """Nobody works on them any more: the job must not wait for its deadline."""
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             failed = TaskFailed(
@@ -212,7 +211,7 @@ class Supervisor:
                 round=task.round,
                 replica=self.settings.id,
                 task=messages.kind(task),
-                reason=f"the fine-tuning process died: {why}",
+                reason=reason,
                 time_s=self.clock.now(),
             )
             await patiently(partial(self.presence.registry.announce, failed, task.job), 60.0)
