@@ -94,7 +94,7 @@ class AdapterManifest(Struct, frozen=True, forbid_unknown_fields=True):
     """What a stored adapter version is: enough to refuse it before any tensor is touched.
 
     `modules` are the leaf names of the adapted linear layers; `base_digest` names the weights it was trained on;
-    `sha256` is of the safetensors bytes; `cross_entropy` is held-out (None: never measured).
+    `sha256` is of the safetensors bytes.
     """
 
     name: Name
@@ -107,7 +107,6 @@ class AdapterManifest(Struct, frozen=True, forbid_unknown_fields=True):
     size_bytes: Count
     parent: int = 0
     job: str = ""
-    cross_entropy: float | None = None
 
 
 class ReplicaInfo(Struct, frozen=True):

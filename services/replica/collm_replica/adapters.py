@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 from collm_common.errors import AdapterError
 from collm_common.types import AdapterManifest
@@ -32,7 +32,6 @@ def manifest(
     alpha: float,
     parent: int = 0,
     job: str = "",
-    cross_entropy: float | None = None,
 ) -> AdapterManifest:
     """Describe encoded tensors."""
     return AdapterManifest(
@@ -46,7 +45,6 @@ def manifest(
         size_bytes=len(data),
         parent=parent,
         job=job,
-        cross_entropy=cross_entropy,
     )
 
 
@@ -89,9 +87,7 @@ def _check_pairs(tensors: Tensors) -> None:
 def write_file(path: Path, tensors: Tensors) -> None:
     """For another process of this replica; whole or not there."""
     partial = path.with_suffix(".partial")
-    save_file(
-        {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}, partial
-    )
+    partial.write_bytes(encode(tensors))
     partial.rename(path)
 
 

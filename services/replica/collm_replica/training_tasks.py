@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from msgspec import Struct
 from redis.asyncio import Redis
 
-from collm_common import blobs, messages, post
+from collm_common import messages, post
 from collm_common.broker import patiently
 from collm_common.clock import Clock
 from collm_common.errors import AdapterError, CollmError
@@ -28,10 +26,11 @@ from collm_common.messages import (
     UpdateUploaded,
 )
 from collm_common.registry import Registry
-from collm_common.types import AdapterManifest, AdapterRef, Quality
+from collm_common.types import AdapterRef, Quality
 from collm_replica import adapters
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import Finished, Snapshot, ToSupervisor, Training
+from collm_replica.exchange import PATIENCE_S, Exchange
 from collm_replica.finetune.aggregation import aggregate
 from collm_replica.finetune.trainer import StepReport, Trainer
 from collm_replica.settings import ReplicaSettings
@@ -39,17 +38,8 @@ from collm_replica.settings import ReplicaSettings
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 16
-UPDATE_TTL_S = 3600.0
-PATIENCE_S = 60.0
 
 Task = TrainRound | Aggregate | Evaluate
-
-
-class Update(Struct, frozen=True):
-    """The meta of one client's uploaded tensors."""
-
-    samples: int
-    manifest: AdapterManifest
 
 
 class Left(CollmError):
@@ -70,10 +60,11 @@ class TrainingTasks:
         self, settings: ReplicaSettings, redis: Redis, trainer: Trainer, base_digest: str, clock: Clock, say: Say
     ) -> None:
         self.settings, self.redis, self.trainer, self.clock = settings, redis, trainer, clock
-        self.base_digest, self.keys, self._say = base_digest, settings.keys, say
+        self.keys, self._say = settings.keys, say
         self.progress = 0
         self.busy = False
         self._feed = AdapterFeed(redis, self.keys, base_digest, adapters.decode)
+        self._exchange = Exchange(redis, self.keys, settings.id, base_digest)
         self._registry = Registry(redis, self.keys)
         self._queue: asyncio.Queue[Task] = asyncio.Queue(MAX_TASKS)
         self._going = asyncio.Event()
@@ -200,21 +191,7 @@ class TrainingTasks:
         return quality
 
     async def _upload(self, task: TrainRound, losses: list[float], noise_scale: float | None) -> None:
-        tensors = self.trainer.tensors()
-        data = await asyncio.to_thread(adapters.encode, tensors)
-        manifest = adapters.manifest(
-            data,
-            tensors,
-            name=task.adapter,
-            version=task.start + 1,
-            base_digest=self.base_digest,
-            alpha=task.hyper.alpha,
-            parent=task.start,
-            job=task.job,
-        )
-        meta = msgspec.msgpack.encode(Update(self.trainer.samples_seen, manifest))
-        key = self.keys.update(task.job, task.round, self.settings.id)
-        await patiently(lambda: blobs.put(self.redis, key, data, meta, UPDATE_TTL_S), PATIENCE_S)
+        await self._exchange.give(task, self.trainer.tensors(), self.trainer.samples_seen)
         event = UpdateUploaded(
             job=task.job,
             round=task.round,
@@ -228,28 +205,9 @@ class TrainingTasks:
         await self._announce(event, task.job)
 
     async def _aggregate(self, task: Aggregate) -> None:
-        updates: list[tuple[adapters.Tensors, int]] = []
-        for client in task.clients:
-            key = self.keys.update(task.job, task.round, client)
-            found = await patiently(partial(blobs.get, self.redis, key), PATIENCE_S)
-            if found is None:
-                raise AdapterError(f"the update of {client} is not there")
-            update = msgspec.msgpack.decode(found[1], type=Update)
-            updates.append((await asyncio.to_thread(adapters.decode, found[0], update.manifest), update.samples))
+        updates = await self._exchange.take(task)
         result = await asyncio.to_thread(aggregate, task.strategy, updates, task.hyper.rank)
-        data = await asyncio.to_thread(adapters.encode, result.tensors)
-        manifest = adapters.manifest(
-            data,
-            result.tensors,
-            name=task.adapter,
-            version=task.version,
-            base_digest=self.base_digest,
-            alpha=task.hyper.alpha,
-            parent=task.parent,
-            job=task.job,
-        )
-        key, meta = self.keys.adapter_version(task.adapter, task.version), msgspec.msgpack.encode(manifest)
-        await patiently(lambda: blobs.put(self.redis, key, data, meta), PATIENCE_S)
+        await self._exchange.store(task, result.tensors)
         event = Aggregated(
             job=task.job,
             round=task.round,
