@@ -245,6 +245,21 @@ async def test_open_requests_go_out_again_when_the_broker_was_restarted(
         await eventually(lambda: len(site.ingress.opened) == 0)
 
 
+async def test_open_requests_go_out_again_when_the_broker_was_emptied(
+    redis: Redis, keys: Keys, tokenizer_folder: Path
+) -> None:
+    """Clients that wait for requests which an operator flushed away."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        await site.post(TEXT, text())
+        await redis.hset(keys.replica("r1"), "ready", 0)
+        asked = asyncio.create_task(site.post(TEXT, text()))
+        await eventually(lambda: _length(redis, keys.requests("m", "default"), 1))
+        await eventually(lambda: redis.keys(keys.lease("ingress-*")))
+        await redis.flushall()
+        await register(redis, keys)
+        assert (await asked)[0] == 200
+
+
 async def test_training_data_goes_straight_to_the_replica(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
     """Private text in Redis, an error that loses its line number, a body without a bound."""
     seen: list[bytes] = []

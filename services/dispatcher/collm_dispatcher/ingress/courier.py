@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 READ_COUNT = 512
 APPEND_S = 10.0
 WATCH_S = 0.5
+LEASE_S = 60.0
 
 
 class Courier:
@@ -83,15 +84,19 @@ class Courier:
         await forever("replies", step, self._clock)
 
     async def watch(self) -> None:
-        """For ever: a broker that was restarted may have lost its last second, so every open request goes out again."""
-        known = ""
+        """For ever: every open request goes out again when the broker may have lost it.
+
+        A restarted broker may have lost its last second, one that lost this ingress's lease has lost everything.
+        """
+        known, lease = "", self._keys.lease(self.ingress)
 
         async def step() -> None:
             nonlocal known
             async for _ in ticks(WATCH_S, self._clock):
                 run_id = str((await self._redis.info("server"))["run_id"])
-                if known and run_id != known:
-                    log.warning("the broker was restarted: %d open requests go out again", len(self._opened))
+                remembers = await self._redis.set(lease, run_id, px=round(LEASE_S * 1000), get=True)
+                if known and (run_id != known or not remembers):
+                    log.warning("the broker may have lost requests: %d go out again", len(self._opened))
                     for open_ in self._opened:
                         open_.again()
                 known = run_id
