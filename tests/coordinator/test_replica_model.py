@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from collm_common.messages import InferenceReport, Iteration, TrainReport
@@ -131,3 +132,12 @@ def test_noise_scale_and_first_batch_are_kept() -> None:
     for report in (trained(2, 4, 1.0, 30.0), trained(4, 4, 1.0, float("inf")), trained(4, 4, 1.0)):
         one.observe_training(report)
     assert (one.first_batch, one.noise_scale) == (2, 30.0)
+
+
+def test_a_training_step_counts_for_the_batch_that_ran_beside_it() -> None:
+    """Steps of a replica with little traffic taken for steps beside a full batch: training looks free of its cost."""
+    model = ReplicaModel()
+    model.observe_training(trained(4, 8, 0.1))
+    model.observe_inference(msgspec.structs.replace(served(), mean_batch=2.6))
+    model.observe_training(trained(4, 8, 0.2))
+    assert {(point.train, point.infer): point.seconds for point in model.train.points()} == {(4, 8): 0.1, (4, 3): 0.2}

@@ -76,6 +76,7 @@ class ReplicaModel:
     latency: LatencyModel | None = None
     first_batch: int = 0
     noise_scale: float = 0.0
+    running: int | None = None
     version: int = 0
     fitted: tuple[bool, int] = (False, -1)
 
@@ -84,11 +85,13 @@ class ReplicaModel:
         for iteration in report.iterations:
             self.infer.add(iteration.sizes, iteration.mean_s, iteration.count)
             self.version += 1
+        self.running = max(1, round(report.mean_batch))
         self.traffic.observe(report)
 
     def observe_training(self, report: TrainReport) -> None:
-        """One optimiser step; B and b are those it ran beside."""
-        self.train.add(BatchSizes(report.sizes.train, max(1, report.sizes.infer)), report.step_s)
+        """One optimiser step. b is the batch that ran beside it, if that is known: the report has only its limit."""
+        infer = report.sizes.infer if self.running is None else self.running
+        self.train.add(BatchSizes(report.sizes.train, infer), report.step_s)
         self.first_batch = self.first_batch or report.sizes.train
         if report.noise_scale is not None and math.isfinite(report.noise_scale):
             self.noise_scale = max(0.0, report.noise_scale)

@@ -48,6 +48,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
 class TrainReport(Message, frozen=True, kw_only=True, tag="train_report"):
     """One optimiser step: `step_s` is the mean duration of its micro-steps of `sizes`, loss the mean over its tokens.
 
+    `sizes.infer` is the limit b that was configured; how many sequences ran beside it an InferenceReport tells.
     `noise_scale` is None until it can be estimated.
     """
 
