@@ -7,9 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from collm_common.settings import Common
-from collm_common.types import Positive, Slo
-
-AtLeastOne = Annotated[int, Meta(ge=1)]
+from collm_common.types import AtLeastOne, Fraction, Positive, Slo
 
 
 class CoordinatorSettings(Common, frozen=True, kw_only=True):
@@ -21,7 +19,7 @@ class CoordinatorSettings(Common, frozen=True, kw_only=True):
     slo: Slo = Slo(name="default")
     max_train_batch: AtLeastOne = 8
     first_train_max: AtLeastOne = 4
-    min_infer_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    min_infer_share: Fraction = 0.25
     fit_s: Positive = 5.0
     lease_ttl_s: Positive = 5.0
     seed: Annotated[int, Meta(ge=0)] = 0

@@ -7,10 +7,7 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from collm_common.settings import Common
-from collm_common.types import Name, Positive
-
-AtLeastOne = Annotated[int, Meta(ge=1)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+from collm_common.types import AtLeastOne, Fraction, Name, Positive
 
 
 class DispatcherSettings(Common, frozen=True, kw_only=True):

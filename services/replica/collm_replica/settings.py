@@ -9,9 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from collm_common.settings import Common
-from collm_common.types import Count, Name, Positive
-
-AtLeastOne = Annotated[int, Meta(ge=1)]
+from collm_common.types import AtLeastOne, Count, Name, Positive
 
 
 class ReplicaSettings(Common, frozen=True, kw_only=True):

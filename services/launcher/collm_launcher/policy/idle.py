@@ -9,10 +9,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from collm_common.types import ReplicaState
+from collm_common.types import AtLeastOne, Fraction, ReplicaState
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(ge=0)]
 MAX_STRETCH = 4
 

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from collm_common.messages import Control, Event, Hyperparams
-from collm_common.types import BatchSizes, Count, Positive, Quality, ReplicaState
-
-AtLeastOne = Annotated[int, Meta(ge=1)]
+from collm_common.types import AtLeastOne, BatchSizes, Count, Positive, Quality, ReplicaState
 
 
 class Phase(StrEnum):
