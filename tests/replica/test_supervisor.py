@@ -191,6 +191,16 @@ async def test_a_damaged_registry_entry_is_written_anew(
         assert incarnation.decode() == supervisor.presence.info.incarnation
 
 
+async def test_nothing_is_left_of_a_replica_that_left(
+    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat that overlaps with the end and leaves a replica behind which is nowhere."""
+    async with running(redis, options(monkeypatch, broker, tmp_path, LEASE_TTL_S="0.004")):
+        pass
+    left = {key async for key in redis.scan_iter()}
+    assert not left & {key.encode() for key in (keys.replicas, keys.replica("r1"), keys.lease("r1"))}
+
+
 async def test_an_earlier_life_left_in_training_starts_as_serving(
     redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,10 +87,13 @@ class Supervisor:
             stopped.cancel()
             for keeper in (self._training, self._inference):
                 await keeper.end(within_s=0)
-            await self.presence.leave()
-            await self._endpoint.close()
-            os.close(self._weights_fd)
-            await stop_all(*tasks)
+            try:
+                # A heartbeat on its way would bring the entry back.
+                await stop_all(*tasks)
+            finally:
+                await self.presence.leave()
+                await self._endpoint.close()
+                os.close(self._weights_fd)
 
     async def digest(self) -> str:
         """A fresh hash of the base weights, from the process that serves them."""
