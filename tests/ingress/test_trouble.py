@@ -280,6 +280,7 @@ async def test_training_data_goes_straight_to_the_replica(redis: Redis, keys: Ke
             missing = await _upload(site, "nobody", b"x")
             large = await _upload(site, "r1", io.BytesIO(b"x" * (1 << 20) + b"y"))
             endless = await _upload(site, "r1", _endless())
+            broken = await _upload(site, "r1", b"{}", headers={"Content-Encoding": "gzip"})
     async with front(redis, keys, tokenizer_folder, replicas=0) as site:
         gone = await _upload(site, "r1", b"x")
     assert good == (200, {"samples": 2})
@@ -287,12 +288,13 @@ async def test_training_data_goes_straight_to_the_replica(redis: Redis, keys: Ke
     assert (missing[0], missing[1]["error"]["code"]) == (404, "replica_not_found")
     assert (large[0], large[1]["error"]["code"]) == (413, "payload_too_large")
     assert (endless[0], endless[1]["error"]["code"]) == (413, "payload_too_large")
+    assert (broken[0], broken[1]["error"]["param"]) == (400, "body")
     assert (gone[0], gone[1]["error"]["code"]) == (503, "no_replica")
     assert seen[:2] == [b"{}\n{}\n", b"bad"]
 
 
-async def _upload(site: Front, id_: str, data: Any) -> tuple[int, dict[str, Any]]:
-    async with site.http.post(f"/v1/replicas/{id_}/data", data=data) as response:
+async def _upload(site: Front, id_: str, data: Any, **kwargs: Any) -> tuple[int, dict[str, Any]]:
+    async with site.http.post(f"/v1/replicas/{id_}/data", data=data, **kwargs) as response:
         return response.status, await response.json()
 
 

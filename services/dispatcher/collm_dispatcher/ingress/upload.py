@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from collm_common.errors import InvalidRequest, PayloadTooLarge, Unavailable
+from collm_common.errors import InvalidRequest, PayloadTooLarge, RequestError, Unavailable
 from collm_dispatcher.cell import Cell
 
 
@@ -37,20 +37,23 @@ class Uploads:
                 session.post(url, data=self._bounded(request), headers=headers) as reply,
             ):
                 return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
-        except PayloadTooLarge:
+        except RequestError:
             raise
         except (aiohttp.ClientError, TimeoutError) as error:
-            if isinstance(error.__cause__, PayloadTooLarge):
+            if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None
             raise Unavailable(f"replica {id_} does not answer: {error}", code="no_replica") from error
 
     async def _bounded(self, request: web.Request) -> AsyncIterator[bytes]:
         size = 0
-        async for chunk in request.content.iter_any():
-            size += len(chunk)
-            if size > self._max_bytes:
-                raise self._too_large()
-            yield chunk
+        try:
+            async for chunk in request.content.iter_any():
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise self._too_large()
+                yield chunk
+        except web.RequestPayloadError as error:
+            raise InvalidRequest(f"the body cannot be read: {error}", param="body") from error
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"body is over the limit of {self._max_bytes} bytes", param="body")
