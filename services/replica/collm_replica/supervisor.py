@@ -18,7 +18,7 @@ from collm_common import messages
 from collm_common.broker import patiently, stop_all
 from collm_common.clock import Clock
 from collm_common.errors import MessageError, ModelError
-from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TaskFailed, TrainRound
+from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TrainRound
 from collm_common.retry import forever
 from collm_common.streams import Tail
 from collm_replica.channel import (
@@ -40,12 +40,14 @@ from collm_replica.finetune.records import check_text
 from collm_replica.keeper import Keeper
 from collm_replica.presence import Presence
 from collm_replica.settings import ReplicaSettings
+from collm_replica.tasks import Task, failed
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TRAINING_END_S = 5.0
 CONTROL_BATCH = 256
+TELL_S = 60.0
 
 
 class Supervisor:
@@ -64,7 +66,7 @@ class Supervisor:
         self._on_device = False
         self._inference = Keeper(settings, clock, self._spawn_inference, self._inference_ready, self._inference_died)
         self._training = Keeper(settings, clock, self._spawn_training, self._training_ready, self._training_died)
-        self._tasks: dict[str, TrainRound | Aggregate | Evaluate] = {}
+        self._tasks: dict[str, Task] = {}
         self._digests: list[asyncio.Future[str]] = []
         self._exports: list[asyncio.Future[bytes]] = []
 
@@ -74,7 +76,7 @@ class Supervisor:
         self._data_url = f"http://{host}:{await self._endpoint.start(self.settings.host, self.settings.port)}"
         loops = [self.presence.beat(), self._control(), self._inference.run()]
         if self.settings.engine == "torch":
-            loops.append(self._training.run())
+            loops.append(self._keep_training())
         tasks = [asyncio.create_task(loop) for loop in loops]
         stopped = asyncio.create_task(self.stop.wait())
         try:
@@ -180,6 +182,14 @@ class Supervisor:
 
     # --- the fine-tuning process
 
+    async def _keep_training(self) -> None:
+        """Fine-tuning that cannot be kept up costs the replica its part in jobs, never its requests."""
+        try:
+            await self._training.run()
+        except ModelError as error:
+            log.error("no more fine-tuning here until the replica is restarted: %s", error)
+        await asyncio.Event().wait()
+
     async def _spawn_training(self) -> Child:
         while True:
             await self._weights_ready.wait()
@@ -209,15 +219,8 @@ class Supervisor:
         """Nobody works on them any more: the job must not wait for its deadline."""
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
-            failed = TaskFailed(
-                job=task.job,
-                round=task.round,
-                replica=self.settings.id,
-                task=messages.kind(task),
-                reason=reason,
-                time_s=self.clock.now(),
-            )
-            await patiently(partial(self.presence.registry.announce, failed, task.job), 60.0)
+            event = failed(task, self.settings.id, reason, self.clock.now())
+            await patiently(partial(self.presence.registry.announce, event, task.job), TELL_S)
 
     async def _from_training(self, message: AnyLocal) -> None:
         match message:

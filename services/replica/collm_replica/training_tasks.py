@@ -20,7 +20,6 @@ from collm_common.messages import (
     Evaluate,
     Evaluated,
     Event,
-    TaskFailed,
     TrainReport,
     TrainRound,
     UpdateUploaded,
@@ -34,12 +33,11 @@ from collm_replica.exchange import PATIENCE_S, Exchange
 from collm_replica.finetune.aggregation import aggregate
 from collm_replica.finetune.trainer import StepReport, Trainer
 from collm_replica.settings import ReplicaSettings
+from collm_replica.tasks import Task, failed
 
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 16
-
-Task = TrainRound | Aggregate | Evaluate
 
 
 class Left(CollmError):
@@ -112,7 +110,8 @@ class TrainingTasks:
                 log.info("left job %s", task.job)
             except Exception as error:
                 log.exception("%s of job %s failed", messages.kind(task), task.job)
-                await self._announce(self._failed(task, error), task.job)
+                reason = f"{type(error).__name__}: {error}"
+                await self._announce(failed(task, self.settings.id, reason, self.clock.now()), task.job)
             finally:
                 self.busy = False
                 await self._set_training(0)
@@ -256,13 +255,3 @@ class TrainingTasks:
         if batch != self._training_batch:
             self._training_batch = batch
             await self._say(Training(batch=batch))
-
-    def _failed(self, task: Task, error: BaseException) -> TaskFailed:
-        return TaskFailed(
-            job=task.job,
-            round=task.round,
-            replica=self.settings.id,
-            task=messages.kind(task),
-            reason=f"{type(error).__name__}: {error}"[:500],
-            time_s=self.clock.now(),
-        )
