@@ -281,6 +281,23 @@ async def test_a_combined_replica_runs_at_most_the_coordinators_cap(redis: Redis
         await eventually(one)
 
 
+async def test_a_leader_that_was_replaced_waits_and_leads_again(redis: Redis, keys: Keys) -> None:
+    """A dispatcher that slept through its lease and dies when it finds another one leading."""
+    async with replica(redis, keys), dispatcher(redis) as running:
+        await offer(redis, keys, request("before"))
+        await eventually(lambda: running.leaders and running.leaders["m"].leads)
+        await redis.set(keys.lease("dispatch:m"), "other#9.1.1", px=400)
+        await eventually(lambda: not running.leaders["m"].leads)
+        await eventually(lambda: running.leaders["m"].leads)
+        await offer(redis, keys, request("after"))
+
+        async def done() -> bool:
+            return await finished(redis, keys) == {"before", "after"}
+
+        await eventually(done)
+        assert not any(task.done() for task in running.tasks)
+
+
 async def test_an_entry_that_was_delivered_but_never_arrived_is_read_again(redis: Redis, keys: Keys) -> None:
     """A connection that breaks under a read: its entries stay with the leader that never saw them."""
     await offer(redis, keys, request("lost"))

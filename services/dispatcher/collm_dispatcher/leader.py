@@ -116,7 +116,8 @@ class Leader:
             return
         log.info("not leading %s any more", self.model)
         self._token = None
-        await stop_all(*self._tasks)
+        tasks, self._tasks = self._tasks, []
+        await stop_all(*tasks)
         await self._backlog.close()
         self._backlog, self.plan = self._new_backlog(), Plan()
 
