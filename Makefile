@@ -7,11 +7,12 @@ CODE := $(PARTS) tests scripts bench
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py
 
-.PHONY: help demo test lint type unit bench clean
+.PHONY: help demo test lint type unit bench compose-test clean
 
 help:
 	@echo "make demo   run the whole loop on this machine: serve, fall idle, fine-tune together, serve better"
 	@echo "make test   lint, types and tests, as CI runs them"
+	@echo "make compose-test   docker-compose.yml in a real Docker engine (needs root, docker, debootstrap)"
 	@echo "make lint | type | unit | bench | clean"
 
 $(VENV)/installed: constraints.txt requirements-dev.txt $(PARTS:=/pyproject.toml)
@@ -48,6 +49,9 @@ unit: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python bench/redis_path.py
 
+compose-test:
+	$(PYTHON) tests/compose/run.py
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* out
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* .cache out
 	find . -name __pycache__ -prune -exec rm -rf {} +

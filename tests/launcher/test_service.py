@@ -234,9 +234,25 @@ async def test_the_pause_after_a_job_outlives_its_launcher(redis: Redis, keys: K
     async with replicas(redis, keys), running(coordinator(redis)):
         async with running(launcher(redis)):
             await eventually(lambda: ended(redis, keys))
+        registry = Registry(redis, keys)
+        for id_ in await registry.replicas():
+            await registry.transition(id_, SERVING, IDLE, "test", 0.0)
         async with running(launcher(redis, idle=IdleRules(window=2, return_ticks=2))):
             await eventually(lambda: unchosen(redis, keys))
     assert (await status(redis, keys)).count("forming") == 1
+
+
+async def test_no_replica_falls_idle_while_no_job_can_come(redis: Redis, keys: Keys) -> None:
+    """Replicas kept from their requests for nothing: between two jobs, or without data to learn from."""
+    second = launcher(redis, idle=IdleRules(window=1, return_ticks=1))
+    async with replicas(redis, keys):
+        registry = Registry(redis, keys)
+        for id_ in await registry.replicas():
+            await registry.update(id_, trainable=False)
+        async with running(second):
+            await eventually(lambda: second.ticks >= 5)
+    moves = [event for event in await events(redis, keys) if isinstance(event, StateChanged)]
+    assert moves == []
 
 
 def job(**changes: object) -> Job:

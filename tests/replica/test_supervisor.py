@@ -236,6 +236,7 @@ async def test_uploads_go_to_the_data_folder_and_bad_ones_are_refused_by_line(
         async with http.get(f"{info.data_url}/health") as response:
             assert response.status == 200
         assert await supervisor.digest() == "fake"
+        assert not info.trainable
     stored = list((tmp_path / "uploads").iterdir())
     assert [path.read_text() for path in stored] == [good]
 

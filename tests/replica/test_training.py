@@ -132,6 +132,7 @@ async def test_a_round_from_training_to_the_published_version(
     async with replica(redis, broker, model, tmp_path, monkeypatch) as supervisor:
         await redis.hset(keys.adapter("desk"), mapping={"version": 0, "model": "m"})
         await redis.sadd(keys.adapters, "desk")
+        assert (await Registry(redis, keys).replicas())["r1"].trainable
         before = await supervisor.digest()
         await tell(redis, keys, Evaluate(job="j1", round=1, adapter="desk", version=0, hyper=HYPER, deadline_s=1e12))
         await tell(redis, keys, train())
@@ -234,6 +235,22 @@ async def test_a_killed_fine_tuning_process_costs_its_task_and_nothing_else(
         await tell(redis, keys, train(steps=1))
         await hear(redis, keys.events, UpdateUploaded)
         assert (await Registry(redis, keys).replicas())["r1"].incarnation == incarnation
+
+
+async def test_fine_tuning_that_is_given_up_leaves_serving_alone(
+    redis: Redis, keys: Keys, broker: Broker, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that stops to answer because its training cannot run."""
+    monkeypatch.setenv("COLLM_REPLICA_RESTART_LIMIT", "0")
+    async with replica(redis, broker, model, tmp_path, monkeypatch) as supervisor:
+        child = supervisor._training.child
+        assert child is not None
+        child.kill()
+        await hear(redis, keys.events, ReplicaChanged, count=2)
+        await tell(redis, keys, train())
+        assert (await hear(redis, keys.events, TaskFailed))[0].task == "train_round"
+        await send(redis, keys, request())
+        await eventually(partial(_said, redis, keys, Done))
 
 
 async def test_a_restarted_inference_process_finds_the_weights_and_the_adapter(

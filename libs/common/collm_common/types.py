@@ -115,7 +115,8 @@ class ReplicaInfo(Struct, frozen=True):
     """A registry entry. `incarnation` changes with every start of its inference process; `ready` is set by a real step.
 
     `infer_batch_max` is the engine's hard limit on running sequences; `data_url` is its internal data endpoint;
-    `quality` is the launcher's score Q for this replica and model; `job` is "" when it trains nothing.
+    `quality` is the launcher's score Q for this replica and model; `job` is "" when it trains nothing; `trainable`
+    says that it can, and has data of its own.
     """
 
     id: Name
@@ -129,4 +130,5 @@ class ReplicaInfo(Struct, frozen=True):
     data_url: str = ""
     quality: float = 1.0
     job: str = ""
+    trainable: bool = True
     alive: bool = True

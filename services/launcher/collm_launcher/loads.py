@@ -51,6 +51,11 @@ class Loads:
         volatility = burstiness(list(self._arrivals.get(model, ())))
         return decide({id_: self._loads[id_] for id_ in usable}, self._rules, volatility, start_from)
 
+    def moved(self, move: Move) -> None:
+        """A move was made: samples of the state before it do not count in the one after it."""
+        if (load := self._loads.get(move.replica)) is not None:
+            load.become(move.after)
+
     def _combined(self, info: ReplicaInfo, sizes: BatchSizes | None) -> float:
         if info.state is ReplicaState.COMBINED and sizes is not None:
             return min(sizes.infer, info.infer_batch_max)

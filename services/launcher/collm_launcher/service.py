@@ -36,6 +36,7 @@ class Launcher:
         self.settings, self.redis, self.clock = settings, redis, clock
         self.keys = settings.keys
         self.stop = asyncio.Event()
+        self.ticks = 0
         self.jobs: dict[str, Job] = {}
         self._lease = Lease(redis, self.keys, "launcher", uuid.uuid4().hex[:8], settings.lease_ttl_s)
         self._registry = Registry(redis, self.keys)
@@ -121,6 +122,7 @@ class Launcher:
     # --- ticks
 
     async def _tick(self, now: float) -> None:
+        self.ticks += 1
         self._replicas = await self._registry.replicas()
         for job in [*self.jobs.values()]:
             await self._step(job, None)
@@ -129,7 +131,10 @@ class Launcher:
         for model in sorted({info.model for info in self._replicas.values()}):
             start_from = self.settings.rules.min_clients if self._may_train(model, now) else None
             for move in self._loads.moves(model, self._replicas, start_from):
-                await self._move(move, now)
+                # Idle offers a replica to a job: where none can come, it would only be kept from its requests.
+                falls = move.after is ReplicaState.IDLE
+                if not falls or (start_from is not None and self._replicas[move.replica].trainable):
+                    await self._move(move, now)
             if start_from is not None:
                 await self._start_job(model, now)
 
@@ -157,7 +162,9 @@ class Launcher:
 
     def _may_train(self, model: str, now: float) -> bool:
         busy = any(job.model == model for job in self.jobs.values())
-        return model in self.settings.adapters and not busy and now >= self._next_job_s.get(model, 0.0)
+        able = sum(info.model == model and info.trainable for info in self._replicas.values())
+        free = not busy and now >= self._next_job_s.get(model, 0.0)
+        return model in self.settings.adapters and able >= self.settings.rules.min_clients and free
 
     async def _start_job(self, model: str, now: float) -> None:
         since = await self._store.last_event()
@@ -178,6 +185,7 @@ class Launcher:
 
     async def _move(self, move: Move, now: float) -> None:
         if await self._registry.transition(move.replica, move.before, move.after, move.reason, now):
+            self._loads.moved(move)
             log.info("%s: %s -> %s: %s", move.replica, move.before, move.after, move.reason)
 
     async def _sizes(self, replicas: Collection[str]) -> dict[str, BatchSizes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from pathlib import Path
 
 import msgspec
 from redis.asyncio import Redis
@@ -18,6 +19,8 @@ from collm_replica.channel import Ready
 from collm_replica.settings import ReplicaSettings
 
 log = logging.getLogger(__name__)
+
+OWN = ("incarnation", "ready", "infer_batch_max", "context_tokens", "base_digest", "data_url", "model", "trainable")
 
 
 class Presence:
@@ -42,6 +45,7 @@ class Presence:
             context_tokens=ready.context_tokens,
             base_digest=ready.base_digest,
             data_url=data_url,
+            trainable=self._trainable(),
         )
         await patiently(self._start_over if first else self._write, settings.start_timeout_s)
         await self._announce("up", f"incarnation {self.info.incarnation}")
@@ -93,8 +97,16 @@ class Presence:
         elif info.ready and not known.ready:
             log.warning("declared gone while it lived: ready again")
             await self.registry.update(info.id, ready=True)
+        if info.trainable is not (trainable := self._trainable()):
+            self.info = msgspec.structs.replace(info, trainable=trainable)
+            await self.registry.update(info.id, trainable=trainable)
         if not info.ready:
             await give_up_subflow(self._redis, self._keys, info.id)
+
+    def _trainable(self) -> bool:
+        """Whether there is a process that trains, and anything to train on."""
+        files = Path(self._settings.data_dir).rglob("*.jsonl")
+        return self._settings.engine == "torch" and any(path.stat().st_size for path in files)
 
     async def _start_over(self) -> None:
         """What an earlier life of this replica left behind says nothing about this one."""
@@ -112,8 +124,7 @@ class Presence:
         if await self.registry.replica(id_) is None:
             await self.registry.register(info, self._settings.lease_ttl_s)
             return
-        own = ("incarnation", "ready", "infer_batch_max", "context_tokens", "base_digest", "data_url", "model")
-        await self.registry.update(id_, **{name: getattr(info, name) for name in own})
+        await self.registry.update(id_, **{name: getattr(info, name) for name in OWN})
         await self.registry.heartbeat(id_, info.incarnation, self._settings.lease_ttl_s)
 
     async def _announce(self, what: str, why: str) -> None:

@@ -39,7 +39,7 @@ def choose(idle: Collection[ReplicaInfo], min_clients: int) -> list[ReplicaInfo]
     """The largest group of ready idle replicas on the same weights, if it has `min_clients`; else nobody."""
     groups: dict[str, list[ReplicaInfo]] = {}
     for info in sorted(idle, key=lambda info: info.id):
-        if info.ready and info.alive and info.state is ReplicaState.IDLE and not info.job:
+        if info.ready and info.alive and info.trainable and info.state is ReplicaState.IDLE and not info.job:
             groups.setdefault(info.base_digest, []).append(info)
     best = max(groups.values(), key=len, default=[])
     return best if len(best) >= min_clients else []

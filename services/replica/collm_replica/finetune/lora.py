@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,10 @@ class Lora:
     def __init__(self, model: PreTrainedModel, rank: int, alpha: float) -> None:
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(LINEARS), task_type="CAUSAL_LM")  # type: ignore[arg-type]
         self.rank, self.alpha = rank, alpha
-        self.model: Any = get_peft_model(model, config, autocast_adapter_dtype=True)
+        with warnings.catch_warnings():
+            # PEFT asks the model by a name that transformers has renamed.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            self.model: Any = get_peft_model(model, config, autocast_adapter_dtype=True)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name)
             if "lora_" in name:
