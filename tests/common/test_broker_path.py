@@ -178,6 +178,8 @@ async def test_a_lease_has_one_holder_and_a_token_that_never_returns(redis: Redi
     assert await first.hold() not in (None, token)
     await redis.flushall()
     assert await first.hold() not in (None, token), "a broker that lost everything counts anew"
+    await redis.set(first.key, "somebody")
+    assert await first.hold() is not None, "a lease that never ends is none"
 
 
 async def test_a_blob_comes_back_whole_or_not_at_all(redis: Redis) -> None:

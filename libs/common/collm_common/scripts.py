@@ -14,7 +14,8 @@ ACQUIRE = """
 -- KEYS: lease, fence counter. ARGV: holder, ttl ms. The token is `holder#n.time`: n grows with every change of hands,
 -- the time tells it from the n-th one of a broker that has lost its memory since
 local held = redis.call('GET', KEYS[1])
-if held then
+-- Who holds a lease gives it an end; one without was written by nobody who leads.
+if held and redis.call('PTTL', KEYS[1]) > 0 then
   if string.match(held, '^(.*)#[^#]*$') ~= ARGV[1] then return false end
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   return held
