@@ -191,6 +191,21 @@ async def test_a_damaged_registry_entry_is_written_anew(
         assert incarnation.decode() == supervisor.presence.info.incarnation
 
 
+async def test_a_replica_that_cannot_serve_is_never_called_ready(
+    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat that began before the death of the inference process, and undoes what was said about it since."""
+    settings = options(monkeypatch, broker, tmp_path, RESTART_BACKOFF_S="2")
+    async with running(redis, settings) as supervisor:
+        child = supervisor._inference.child
+        assert child is not None
+        child.kill()
+        await eventually(lambda: _info(redis, settings, ready=False))
+        await redis.hset(keys.replica("r1"), "ready", 1)
+        await eventually(lambda: _info(redis, settings, ready=False))
+        assert supervisor._inference.child is child
+
+
 async def test_nothing_is_left_of_a_replica_that_left(
     redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,7 @@ async def test_fine_tuning_that_is_given_up_leaves_serving_alone(
         assert child is not None
         child.kill()
         await hear(redis, keys.events, ReplicaChanged, count=2)
+        await eventually(partial(_cannot_train, redis, keys))
         await tell(redis, keys, train())
         assert (await hear(redis, keys.events, TaskFailed))[0].task == "train_round"
         await send(redis, keys, request())
@@ -279,6 +280,10 @@ async def test_a_restarted_inference_process_finds_the_weights_and_the_adapter(
         for path in model.glob("*.hidden"):
             path.rename(path.with_suffix(".safetensors"))
         assert {str(r.adapter) for r in await replies(redis, keys) if isinstance(r, Delta)} == {"desk@v1"}
+
+
+async def _cannot_train(redis: Redis, keys: Keys) -> bool:
+    return not (await Registry(redis, keys).replicas())["r1"].trainable
 
 
 async def _reported(redis: Redis, keys: Keys, holds: Callable[[InferenceReport], bool]) -> bool:

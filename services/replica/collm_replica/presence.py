@@ -31,6 +31,7 @@ class Presence:
         self._keys = settings.keys
         self.registry = Registry(redis, self._keys)
         self.info: ReplicaInfo | None = None
+        self.can_train = settings.engine == "torch"
 
     async def up(self, ready: Ready, data_url: str) -> None:
         """The inference process works: a first entry, or the old one with a new incarnation."""
@@ -81,32 +82,33 @@ class Presence:
     async def beat(self) -> None:
         """Renew the lease for ever; rewrite an entry that the broker lost; keep an unready replica's subflow empty."""
         async for _ in ticks(self._settings.lease_ttl_s / 4, self._clock):
-            if self.info is None:
-                continue
             try:
-                await self._beat_once(self.info)
+                await self._beat_once()
             except AWAY as error:
                 log.warning("heartbeat: broker away: %s", error)
 
-    async def _beat_once(self, info: ReplicaInfo) -> None:
-        await self.registry.heartbeat(info.id, info.incarnation, self._settings.lease_ttl_s)
-        known = await self.registry.replica(info.id)
+    async def _beat_once(self) -> None:
+        if self.info is None:
+            return
+        await self.registry.heartbeat(self.info.id, self.info.incarnation, self._settings.lease_ttl_s)
+        known = await self.registry.replica(self.info.id)
+        # Read only now: the inference process may have died meanwhile.
+        info = self.info
         if known is None:
             log.warning("the registry entry was lost or damaged: written again")
             await self._write()
-        elif info.ready and not known.ready:
-            log.warning("declared gone while it lived: ready again")
-            await self.registry.update(info.id, ready=True)
+        elif known.ready is not info.ready:
+            log.warning("the registry says the contrary: ready is %s again", info.ready)
+            await self.registry.update(info.id, ready=info.ready)
         if info.trainable is not (trainable := self._trainable()):
-            self.info = msgspec.structs.replace(info, trainable=trainable)
+            self.info = msgspec.structs.replace(self.info, trainable=trainable)
             await self.registry.update(info.id, trainable=trainable)
         if not info.ready:
             await give_up_subflow(self._redis, self._keys, info.id)
 
     def _trainable(self) -> bool:
         """Whether there is a process that trains, and anything to train on."""
-        files = Path(self._settings.data_dir).rglob("*.jsonl")
-        return self._settings.engine == "torch" and any(path.stat().st_size for path in files)
+        return self.can_train and any(map(_has_text, Path(self._settings.data_dir).rglob("*.jsonl")))
 
     async def _start_over(self) -> None:
         """What an earlier life of this replica left behind says nothing about this one."""
@@ -130,3 +132,11 @@ class Presence:
     async def _announce(self, what: str, why: str) -> None:
         event = ReplicaChanged(replica=self._settings.id, what=what, reason=why, time_s=self._clock.now())
         await patiently(lambda: self.registry.announce(event, self._settings.id), self._settings.start_timeout_s)
+
+
+def _has_text(path: Path) -> bool:
+    """False for a file that is gone by now, or a link to nowhere."""
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False

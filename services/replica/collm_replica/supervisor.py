@@ -188,6 +188,7 @@ class Supervisor:
             await self._training.run()
         except ModelError as error:
             log.error("no more fine-tuning here until the replica is restarted: %s", error)
+            self.presence.can_train = False
         await asyncio.Event().wait()
 
     async def _spawn_training(self) -> Child:
