@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ ENVIRONMENT = {
     "COLLM_REPLICA_KV_MB": "64",
     "COLLM_LAUNCHER_IDLE": json.dumps({"window": 5, "return_ticks": 600}),
     "COLLM_LAUNCHER_RULES": json.dumps({"rounds": 1, "steps": 4, "hyper": HYPER}),
+    "COLLM_LAUNCHER_COOLDOWN_S": "5",
     "COLLM_LOAD_RATE": "0.1",
     "COLLM_LOAD_SECONDS": "120",
     "COLLM_LOAD_TOKENS": "8",
@@ -58,7 +60,9 @@ class Compose:
         """Standard output. Raises Failed with what went wrong."""
         chosen = ["--profile", profile] if profile else []
         command = [*self._command, "-p", PROJECT, *chosen, *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=self._environment, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self._environment, text=True, errors="replace", capture_output=True, check=False
+        )
         if check and done.returncode:
             raise Failed(f"{' '.join(command)}: {(done.stderr or done.stdout)[-2000:]}")
         return done.stdout
@@ -160,11 +164,15 @@ def play(compose: Compose, url: str) -> None:
     present = set(compose.redis("--scan"))
     wait_for("the keys in Redis", 30, lambda: present.issuperset(f"{{collm}}:{key}" for key in KEYS))
 
+    compose("up", "-d", "load", profile="load")
     for replica in ("r1", "r2", "r3"):
         upload(url, replica)
-    compose("up", "-d", "load", profile="load")
     wait_for("a federated round under load", ROUND_S, lambda: round_done(compose))
-    wait_for("the load is through", ROUND_S, lambda: "request goodput" in compose("logs", "load", profile="load"))
+    wait_for("the load is through", ROUND_S, lambda: bool(outcomes(compose)))
+    completed, rejected, failed = outcomes(compose)
+    print(f"seen: {completed} requests of the load completed, {rejected} rejected, {failed} failed", flush=True)
+    if failed or not completed:
+        raise Failed("requests of the load failed")
 
     compose("kill", "replica-2")
     for _ in range(3):
@@ -182,6 +190,12 @@ def round_done(compose: Compose) -> bool:
     kinds = compose.redis("XRANGE", "{collm}:events", "-", "+")
     whole = kinds.count("update_uploaded") >= 3 and kinds.count("evaluated") >= 3 and "aggregated" in kinds
     return whole and ("adapter_published" in kinds or kinds.count("job_changed") > 1)
+
+
+def outcomes(compose: Compose) -> list[int]:
+    """Requests of the load generator: completed, rejected, failed; [] while it runs."""
+    found = re.search(r"rejected / failed\D*(\d+) / (\d+) / (\d+)", compose("logs", "load", profile="load"))
+    return [int(number) for number in found.groups()] if found else []
 
 
 def _port() -> str:
