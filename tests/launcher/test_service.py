@@ -229,6 +229,15 @@ async def test_an_untrained_adapter_is_not_sent(redis: Redis, keys: Keys) -> Non
     assert not await redis.exists(keys.control("r1"))
 
 
+async def test_a_damaged_adapter_hash_costs_no_stored_version(redis: Redis, keys: Keys) -> None:
+    """A launcher that ends at a field it cannot read, or that gives a version's number to another one."""
+    store = JobStore(redis, keys, Lease(redis, keys, "launcher", "one", 5), keep_versions=2)
+    await redis.hset(keys.adapter(ADAPTER), mapping={"version": "junk", "last": b"\xff", "trained_s": "never"})
+    await redis.hset(keys.adapter_version(ADAPTER, 1), "meta", b"x")
+    assert await store.adapter(ADAPTER, MODEL) == (0, 2)
+    assert await store.trained_s(ADAPTER) == 0.0
+
+
 async def test_the_pause_after_a_job_outlives_its_launcher(redis: Redis, keys: Keys) -> None:
     """Jobs that follow each other without a pause because launchers change."""
     async with replicas(redis, keys), running(coordinator(redis)):

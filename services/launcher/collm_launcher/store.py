@@ -58,14 +58,15 @@ class JobStore:
             pipe.sadd(self._keys.adapters, name)
             pipe.hmget(key, ["version", "last"])
             version, last = (await pipe.execute())[-1]
-        following = max(int(version), int(last or 0)) + 1
+        current = int(_number(version))
+        following = max(current, int(_number(last))) + 1
         while await self._redis.exists(self._keys.adapter_version(name, following)):
             following += 1
-        return int(version), following
+        return current, following
 
     async def trained_s(self, name: str) -> float:
         """When the adapter's last job ended, Unix seconds; 0 if none did."""
-        return float(await self._redis.hget(self._keys.adapter(name), "trained_s") or 0.0)
+        return _number(await self._redis.hget(self._keys.adapter(name), "trained_s"))
 
     async def remind(self, replica: str, name: str) -> None:
         """Tell a replica the current version. One that is published at this moment is told by whoever publishes it."""
@@ -105,3 +106,12 @@ class JobStore:
 def order(entry_id: str) -> tuple[int, ...]:
     """A stream entry's id as numbers: ids compare as these do. "" is before all."""
     return tuple(int(part) for part in entry_id.split("-")) if entry_id else ()
+
+
+def _number(value: bytes | None) -> float:
+    """0 for a field that is not there, or that somebody damaged: versions in Redis are found by their keys."""
+    try:
+        return float(value or 0)
+    except ValueError:
+        log.error("taking the damaged field %r for 0", value)
+        return 0.0

@@ -197,7 +197,7 @@ class Supervisor:
             try:
                 attach = Attach(weights=await self._export() if self._on_device else b"")
                 break
-            except ModelError as error:
+            except (ModelError, TimeoutError) as error:
                 log.warning("no export of the weights yet: %s", error)
         fds = [self._weights_fd]
         return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach)
