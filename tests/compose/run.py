@@ -25,8 +25,13 @@ PROJECT = "collm-test"
 URL = "http://127.0.0.1:{port}"
 SERVICES = ("redis", "dispatcher", "replica-1", "replica-2", "replica-3", "launcher", "coordinator")
 KEYS = ("replicas", "replica:r1", "lease:r1", "subflow:r1", "events", "telemetry", "adapter:tuned", "lease:launcher")
+STOP_ENGINE = (
+    "for file in /proc/[0-9]*/cmdline; do "
+    "if tr '\\0' ' ' <$file | grep -q 'collm_replica[.]inference'; "
+    "then kill -STOP $(echo $file | cut -d/ -f3); fi; done"
+)
 SAMPLES = 40
-START_S, ANSWER_S, ROUND_S = 600.0, 120.0, 900.0
+START_S, ANSWER_S, ROUND_S, STUCK_S = 600.0, 120.0, 900.0, 110.0
 HYPER = {"rank": 4, "alpha": 8.0, "learning_rate": 1e-3, "max_tokens": 64, "snapshot_steps": 2, "heldout_samples": 4}
 ENVIRONMENT = {
     "COLLM_BASE_IMAGE": "collm-test/base",
@@ -36,6 +41,7 @@ ENVIRONMENT = {
     # Small enough for two cores: one short round, soon after the load has sunk.
     "COLLM_REPLICA_CONTEXT_TOKENS": "256",
     "COLLM_REPLICA_KV_MB": "64",
+    "COLLM_REPLICA_UNHEALTHY_S": "15",
     "COLLM_LAUNCHER_IDLE": json.dumps({"window": 5, "return_ticks": 600}),
     "COLLM_LAUNCHER_RULES": json.dumps({"rounds": 1, "steps": 4, "hyper": HYPER}),
     "COLLM_LAUNCHER_COOLDOWN_S": "5",
@@ -180,6 +186,9 @@ def play(compose: Compose, url: str) -> None:
     print("seen: answers after a replica was killed", flush=True)
     compose("up", "-d", "replica-2")
     wait_for("the killed replica is back", START_S, lambda: compose.health().get("replica-2") == "healthy")
+    compose("exec", "-T", "replica-3", "sh", "-c", STOP_ENGINE)
+    wait_for("a stuck engine is unhealthy", STUCK_S, lambda: compose.health().get("replica-3") == "unhealthy")
+    wait_for("the stuck engine is replaced", START_S, lambda: compose.health().get("replica-3") == "healthy")
     refused = [line for line in compose("logs").splitlines() if "NOPERM" in line]
     if refused:
         raise Failed(f"the broker refused {len(refused)} commands, the first: {refused[0]}")
