@@ -96,6 +96,16 @@ def training(train: int, infer: int, step_s: float) -> TrainReport:
     )
 
 
+async def train_a_round(redis: Redis, keys: Keys, base_s: float, per_sample_s: float) -> None:
+    """Micro-steps at six (B, b) and the update that ends them; until sizes were chosen for it."""
+    for train in (1, 2, 4):
+        for infer in (1, 4):
+            await say(redis, keys.telemetry, training(train, infer, base_s + per_sample_s * train))
+    event = UpdateUploaded(job="j", round=1, replica="r1", samples=9, loss=1.0, loss_last=1.0, time_s=1.0)
+    await say(redis, keys.events, event)
+    await eventually(partial(_has_sizes, redis, keys))
+
+
 async def states(redis: Redis, keys: Keys) -> dict[str, ReplicaState]:
     return {id_: info.state for id_, info in (await Registry(redis, keys).replicas()).items()}
 
@@ -163,12 +173,7 @@ async def test_samples_become_a_model_and_batch_sizes_that_keep_the_slo(redis: R
     cells = [(train, infer, 0.02 + 0.01 * infer + 0.01 * train) for train in (0, 1, 2, 4) for infer in (1, 2, 4)]
     async with running(redis, min_infer_share=0.0):
         await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
-        for train in (1, 2, 4):
-            for infer in (1, 4):
-                await say(redis, keys.telemetry, training(train, infer, 0.5 + 0.1 * train))
-        event = UpdateUploaded(job="j", round=1, replica="r1", samples=9, loss=1.0, loss_last=1.0, time_s=1.0)
-        await say(redis, keys.events, event)
-        await eventually(partial(_has_sizes, redis, keys))
+        await train_a_round(redis, keys, 0.5, 0.1)
         model = await latency.load(redis, keys, "r1")
         assert model is not None
         assert model.iteration_s(4, 4) == pytest.approx(0.10, rel=0.05)
@@ -194,12 +199,7 @@ async def test_accumulation_is_what_the_job_says(redis: Redis, keys: Keys, accum
     cells = [(train, infer, 0.02 + 0.001 * (infer + train)) for train in (0, 1, 2, 4) for infer in (1, 2, 4)]
     async with running(redis, min_infer_share=0.0):
         await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
-        for train in (1, 2, 4):
-            for infer in (1, 4):
-                await say(redis, keys.telemetry, training(train, infer, 0.2 + 0.2 * train))
-        event = UpdateUploaded(job="j", round=1, replica="r1", samples=9, loss=1.0, loss_last=1.0, time_s=1.0)
-        await say(redis, keys.events, event)
-        await eventually(partial(_has_sizes, redis, keys))
+        await train_a_round(redis, keys, 0.2, 0.2)
         sizes = await latency.load_sizes(redis, keys, "r1")
         assert sizes is not None
         assert (sizes.train > 1) is larger
