@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 from redis.asyncio import Redis
 
 from collm_common.broker import connect
@@ -15,6 +16,11 @@ from tests.support.broker import Broker
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples in every run, so that a red run is a change's fault; HYPOTHESIS_PROFILE=explore draws new ones.
+settings.register_profile("repeat", derandomize=True)
+settings.register_profile("explore", max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
 @pytest.fixture(scope="session")
