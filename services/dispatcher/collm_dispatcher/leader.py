@@ -45,6 +45,7 @@ class Leader:
         self._streams: set[str] = set()
         self._mover = Mover(redis, self.keys)
         self._token: str | None = None
+        self._held_s = clock.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._wake, self._urgent = asyncio.Event(), asyncio.Event()
         self._modes: dict[str, Mode] = {}
@@ -72,11 +73,13 @@ class Leader:
         """For ever; gives the lease back at the end."""
         try:
             async for _ in ticks(self.settings.lease_ttl_s / 4, self.clock):
+                asked_s = self.clock.monotonic()
                 try:
                     token = await self.lease.hold()
                 except AWAY as error:
                     log.warning("lease of %s: broker away: %s", self.model, error)
                     continue
+                self._held_s = asked_s
                 if token != self._token:
                     await self._step_down()
                     if token is not None:
@@ -211,7 +214,8 @@ class Leader:
         await forever(f"balance {self.model}", step, self.clock)
 
     async def _macro(self) -> None:
-        if not self.cell.reachable:
+        slept = self.clock.monotonic() - self._held_s > self.settings.lease_ttl_s
+        if slept or not self.cell.reachable:
             return
         await self._bury()
         members = self.cell.of(self.model)

@@ -15,7 +15,8 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
 
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
     class gets. `public_url` is how clients reach this service, if not by `port` of this machine.
-    Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch.
+    Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch. A leader that dies is
+    followed after 1.25 `lease_ttl_s` at the most.
     """
 
     models: dict[Name, str] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     drain_s: Positive = 30.0
     retry_after_s: Positive = 1.0
 
-    lease_ttl_s: Positive = 3.0
+    lease_ttl_s: Positive = 1.2
     refresh_s: Positive = 0.25
     macro_s: Positive = 0.25
     poll_s: Positive = 0.004
