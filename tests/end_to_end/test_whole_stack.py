@@ -26,6 +26,7 @@ from collm_tools.load.client import RequestRecord, Target, ask
 from collm_tools.load.prompts import Prompt
 from collm_tools.stack.options import StackOptions
 from collm_tools.stack.stack import Stack
+from tests.support.broker import server_binary
 from tests.support.models import tiny_model_folder
 from tests.support.scan import assert_not_in_redis
 from tests.support.waiting import eventually
@@ -75,7 +76,15 @@ async def whole_stack(tmp_path: Path, env: dict[str, str]) -> AsyncIterator[tupl
         "COLLM_REPLICA_RUN_DIR": str(tmp_path),
         "COLLM_REPLICA_DEVICE": os.environ.get("COLLM_TEST_DEVICE", "cpu"),
     }
-    options = StackOptions(str(model), "tiny", tmp_path / "run", data_dirs=folders, port=0, env={**small, **env})
+    options = StackOptions(
+        str(model),
+        "tiny",
+        tmp_path / "run",
+        data_dirs=folders,
+        port=0,
+        redis_server=server_binary(),
+        env={**small, **env},
+    )
     async with Stack(options) as stack, connection(stack.redis_url) as redis:
         yield stack, redis
 

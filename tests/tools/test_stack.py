@@ -23,7 +23,7 @@ from collm_tools.stack.model import demo_model, resolve_model, served_name
 from collm_tools.stack.options import StackOptions, service_specs
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
 from collm_tools.stack.stack import Stack
-from tests.support.broker import Broker
+from tests.support.broker import Broker, server_binary
 from tests.support.waiting import eventually
 
 QUICK = RestartPolicy(limit=2, backoff_s=0.01)
@@ -48,7 +48,7 @@ from collm_tools.stack.options import StackOptions
 from collm_tools.stack.service import Spec
 from collm_tools.stack.stack import Stack
 async def main():
-    options = StackOptions("m", "m", Path(sys.argv[1]))
+    options = StackOptions("m", "m", Path(sys.argv[1]), redis_server=sys.argv[2])
     spec = Spec("child", [sys.executable, "-c", "import time; time.sleep(600)"])
     async with Stack(options, specs=lambda url: [spec]) as stack:
         processes = [stack.broker.process, *(service.process for service in stack.services)]
@@ -72,7 +72,14 @@ def alive(pid: int) -> bool:
 
 
 def options(tmp_path: Path, **changes: object) -> StackOptions:
-    return StackOptions(**({"model": "m", "served_name": "m", "run_dir": tmp_path / "run", "grace_s": 5.0} | changes))  # type: ignore[arg-type]
+    defaults = {
+        "model": "m",
+        "served_name": "m",
+        "run_dir": tmp_path / "run",
+        "grace_s": 5.0,
+        "redis_server": server_binary(),
+    }
+    return StackOptions(**(defaults | changes))  # type: ignore[arg-type]
 
 
 async def test_nothing_is_left_after_the_stack(tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ async def test_a_service_deaf_to_terminate_is_killed(tmp_path: Path) -> None:
 
 async def test_services_die_with_a_stack_that_is_killed(tmp_path: Path) -> None:
     """Catches orphans after kill -9 of `collm up` itself."""
-    command = [sys.executable, "-c", KILLED_STACK, str(tmp_path)]
+    command = [sys.executable, "-c", KILLED_STACK, str(tmp_path), server_binary()]
     stack = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert stack.stdout is not None
     pids = [int(word) for word in (await stack.stdout.readline()).split()]
@@ -158,6 +165,18 @@ async def test_a_taken_broker_port_is_refused(tmp_path: Path, broker: Broker) ->
     """Catches another's broker taken for the stack's own."""
     with pytest.raises(BrokerError, match="in use"):
         async with Stack(options(tmp_path, redis_port=broker.port), specs=lambda url: []):
+            raise AssertionError
+
+
+async def test_the_stack_runs_the_server_it_is_told_to(tmp_path: Path) -> None:
+    """Catches a broker that nobody asked for, and so is never tested or used."""
+    note, server = tmp_path / "note", tmp_path / "server"
+    server.write_text(f'#!/bin/sh\ntouch {note}\nexec {server_binary()} "$@"\n')
+    server.chmod(0o755)
+    async with Stack(options(tmp_path, redis_server=str(server)), specs=lambda url: []):
+        assert note.exists()
+    with pytest.raises(BrokerError, match="nowhere"):
+        async with Stack(options(tmp_path, redis_server="nowhere"), specs=lambda url: []):
             raise AssertionError
 
 

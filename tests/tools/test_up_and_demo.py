@@ -17,7 +17,10 @@ import pytest
 
 from collm_tools.cli import main
 from collm_tools.stack.broker import free_port
+from tests.support.broker import server_binary
 from tests.tools.stand_in import write_packages
+
+SERVER = ("--redis-server", server_binary())
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_up_stops_cleanly_on_a_signal(tmp_path: Path, capsys: pytest.CaptureFixt
     """Catches services that outlive Ctrl-C, and a traceback in place of a goodbye."""
     port, run_dir = free_port(), tmp_path / "run"
     thread = signal_once_ready(port, run_dir, number)
-    assert main(["up", "--model", str(tmp_path), "--port", str(port), "--run-dir", str(run_dir)]) == 0
+    assert main(["up", "--model", str(tmp_path), "--port", str(port), "--run-dir", str(run_dir), *SERVER]) == 0
     thread.join()
     assert capsys.readouterr().out.rstrip().endswith("stopped")
     assert len(list((run_dir / "data").iterdir())) == 3
@@ -87,7 +90,7 @@ def test_up_welcomes_with_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixt
 
     thread = threading.Thread(target=once_welcomed)
     thread.start()
-    assert main(["up", "--model", str(tmp_path), "--port", str(port), "--served-name", "tiny"]) == 0
+    assert main(["up", "--model", str(tmp_path), "--port", str(port), "--served-name", "tiny", *SERVER]) == 0
     thread.join()
     assert f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json'" in said()
     assert "3 of 3 replicas ready" in said()
@@ -97,7 +100,7 @@ def test_up_welcomes_with_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_demo_writes_report_picture_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a demo that falls over between its parts."""
     out = tmp_path / "out"
-    assert main(["demo", "--model", str(tmp_path), "--duration-scale", "0.02", "--out", str(out)]) == 0
+    assert main(["demo", "--model", str(tmp_path), "--duration-scale", "0.02", "--out", str(out), *SERVER]) == 0
     found = json.loads((out / "report.json").read_text())
     ask = found["requests"]
     assert ask["offered"] == ask["completed"] > 0
@@ -129,7 +132,7 @@ def test_a_terminated_demo_leaves_nothing(tmp_path: Path, capsys: pytest.Capture
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert main(["demo", "--model", str(tmp_path), "--port", str(port), "--out", str(out)]) == 130
+    assert main(["demo", "--model", str(tmp_path), "--port", str(port), "--out", str(out), *SERVER]) == 130
     thread.join()
     assert "stopping" in capsys.readouterr().out
     assert not (out / "report.json").exists()

@@ -62,6 +62,7 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache/models"), help="converted models")
     parser.add_argument("--port", type=port, default=0, help="of the HTTP service (default: a free one)")
+    parser.add_argument("--redis-server", default="", metavar="PATH", help="of the embedded broker (default: Valkey)")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run)
 
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         out_dir=arguments.out,
         cache_dir=arguments.cache_dir,
         port=arguments.port,
+        redis_server=arguments.redis_server,
         trace=arguments.trace,
         prompts=arguments.prompts,
         duration_scale=arguments.duration_scale,
@@ -141,6 +143,7 @@ async def _run(options: DemoOptions, texts: Corpus, offers: Sequence[Offer], con
             run_dir=options.out_dir / "run" / time.strftime("%Y%m%d-%H%M%S"),
             replicas=plan.REPLICAS,
             port=options.port,
+            redis_server=options.redis_server,
             data_dirs=write_data(texts, Path(run_dir)),
             cache_dir=options.cache_dir,
             env=plan.service_settings(served_name(options.model)),

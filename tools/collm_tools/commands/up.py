@@ -40,6 +40,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument("--port", type=port, default=8000, help="of the HTTP service, 0 for a free one (default 8000)")
     parser.add_argument("--redis", default="", metavar="URL", help="use this broker in place of the embedded one")
     parser.add_argument("--redis-port", type=port, default=0, help="of the embedded broker (default: a free one)")
+    parser.add_argument("--redis-server", default="", metavar="PATH", help="of the embedded broker (default: Valkey)")
     parser.add_argument("--run-dir", type=Path, help="logs and broker files (default: out/up/TIME)")
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache/models"), help="converted models")
     parser.add_argument(
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         redis_url=arguments.redis,
         redis_port=arguments.redis_port,
+        redis_server=arguments.redis_server,
         data_dirs=arguments.data,
         cache_dir=arguments.cache_dir,
         ready_s=arguments.ready_within,

