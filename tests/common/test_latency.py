@@ -28,6 +28,8 @@ def test_service_time_is_prefill_and_one_iteration_a_token() -> None:
     model = LatencyModel(Line(0.01, 0.001, 0.002), prefill_s_per_token=0.0001, output_tokens=10)
     assert model.service_s(3, 4, 100) == pytest.approx(0.01 + 10 * (0.01 + 0.004 + 0.006))
     assert model.micro_step_s(1, 1) is None
+    apart = LatencyModel(Line(0.02), alone=Line(0.01))
+    assert (apart.iteration_s(1, 1), apart.iteration_s(0, 1)) == (0.02, 0.01)
     assert LatencyModel(Line(-1.0)).iteration_s(0, 1) == 0
 
 
@@ -39,8 +41,10 @@ async def test_what_is_saved_is_loaded(redis: Redis, keys: Keys) -> None:
     for model in (LatencyModel(line, line, 0.0001, 20), LatencyModel(line)):
         await latency.save(redis, keys, "r1", model)
         assert await latency.load(redis, keys, "r1") == model
-    await latency.save_sizes(redis, keys, "r1", BatchSizes(2, 8), "because")
-    assert await latency.load_sizes(redis, keys, "r1") == BatchSizes(2, 8)
+    await redis.hset(keys.config("r1"), mapping={"train": "1", "infer": "4"})
+    assert await latency.load_sizes(redis, keys, "r1") == BatchSizes(1, 4), "as older coordinators wrote it"
+    await latency.save_sizes(redis, keys, "r1", BatchSizes(2, 8, 0.3), "because")
+    assert await latency.load_sizes(redis, keys, "r1") == BatchSizes(2, 8, 0.3)
     assert await redis.hget(keys.config("r1"), "reason") == b"because"
 
 

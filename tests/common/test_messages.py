@@ -64,6 +64,8 @@ EXAMPLES: list[m.AnyMessage] = [
         train_batch=0,
         iterations=(m.Iteration(SIZES, 3, 0.01),),
         versions={"x": "2.1"},
+        served=(m.Served(SLO, 3, 0.5),),
+        sm_shares=(0.3, 1.0),
     ),
     m.TrainReport(
         replica="r1",

@@ -16,6 +16,7 @@ from collm_common.registry import Registry
 from collm_common.requeue import GROUP
 from collm_common.types import AdapterManifest, AdapterRef, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.adapter_feed import Loaded
+from collm_replica.channel import Training
 from tests.replica.support import replies, request, send, serving, settings
 from tests.support.waiting import eventually
 
@@ -254,7 +255,7 @@ async def test_reports_tell_utilisation_batch_and_iteration_times(redis: Redis, 
     info = ReplicaInfo("r1", "m", "i", ReplicaState.COMBINED, ready=True, infer_batch_max=8, context_tokens=64)
     await Registry(redis, keys).register(info, 30)
     async with serving(redis, settings(report_s=0.2), iteration_s=lambda sequences, tokens: 0.002) as running:
-        running.reports.training_batch = 4
+        running.reports.training = Training(batch=4, sm_share=0.3)
         running.limit(3)
         for number in range(6):
             await send(redis, keys, request(f"q{number}", sampling=SamplingParams(max_tokens=60)))
@@ -264,10 +265,13 @@ async def test_reports_tell_utilisation_batch_and_iteration_times(redis: Redis, 
     assert {report.limit for report in reports} >= {3}
     assert {report.state for report in reports} == {ReplicaState.COMBINED}
     pairs = {i.sizes: i.mean_s for report in reports for i in report.iterations}
-    assert {sizes.train for sizes in pairs} <= {0, 4}
+    assert {(sizes.train, sizes.sm_share) for sizes in pairs} == {(4, 0.3)}
     assert max(sizes.infer for sizes in pairs) == 3
     assert all(mean_s >= 0.002 for mean_s in pairs.values())
     assert sum(report.output_tokens for report in reports) == 360
+    served = [served for report in reports for served in report.served]
+    assert sum(one.requests for one in served) == 6
+    assert {one.slo.name for one in served} == {"s"}
 
 
 async def _reports(redis: Redis, keys: Keys) -> list[InferenceReport]:

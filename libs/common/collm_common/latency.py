@@ -56,19 +56,23 @@ class Line(Struct, frozen=True):
 
 
 class LatencyModel(Struct, frozen=True):
-    """One replica: `infer` is one engine iteration, `train` one micro-step (None: it has never trained).
+    """One replica: `infer` is one engine iteration beside training, `train` one micro-step (None: it never trained).
 
-    `output_tokens` is the expected length L of an answer.
+    `alone` is an iteration while nothing is trained (None: `infer` is all that is known); `output_tokens` the expected
+    length L of an answer; `infer` and `train` hold for a trainer with `sm_share` of the SMs.
     """
 
     infer: Line
     train: Line | None = None
     prefill_s_per_token: float = 0.0
     output_tokens: float = 1.0
+    alone: Line | None = None
+    sm_share: float = 1.0
 
     def iteration_s(self, train_batch: float, infer_batch: float) -> float:
         """T_infer(B, b): seconds of one engine iteration, which is the time per output token."""
-        return self.infer.predict(train_batch, infer_batch)
+        line = self.infer if train_batch or self.alone is None else self.alone
+        return line.predict(train_batch, infer_batch)
 
     def micro_step_s(self, train_batch: float, infer_batch: float) -> float | None:
         """T_train(B, b): seconds of one training micro-step."""
@@ -110,7 +114,7 @@ async def load(redis: Redis, keys: Keys, replica: str) -> LatencyModel | None:
 
 async def save_sizes(redis: Redis, keys: Keys, replica: str, sizes: BatchSizes, reason: str) -> None:
     """Replace `config:{replica}`; the reason is for people."""
-    values = {"train": str(sizes.train), "infer": str(sizes.infer), "reason": reason}
+    values = {"train": str(sizes.train), "infer": str(sizes.infer), "sm_share": str(sizes.sm_share), "reason": reason}
     await redis.hset(keys.config(replica), mapping=_values(values))
 
 
@@ -119,9 +123,8 @@ def sizes_from_hash(row: dict[bytes, bytes]) -> BatchSizes | None:
     if b"train" not in row or b"infer" not in row:
         return None
     try:
-        return msgspec.convert(
-            {"train": row[b"train"].decode(), "infer": row[b"infer"].decode()}, BatchSizes, strict=False
-        )
+        known = {name: row[name.encode()].decode() for name in BatchSizes.__struct_fields__ if name.encode() in row}
+        return msgspec.convert(known, BatchSizes, strict=False)
     except (msgspec.ValidationError, UnicodeDecodeError) as error:
         raise MessageError(f"batch sizes: {error}") from error
 

@@ -11,6 +11,7 @@ Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 
 
@@ -68,10 +69,14 @@ class Quality(Struct, frozen=True):
 
 
 class BatchSizes(Struct, frozen=True):
-    """B samples a training micro-step and at most b sequences in the running inference batch."""
+    """B samples a training micro-step, at most b sequences in the running batch, and the trainer's share of the SMs.
+
+    `sm_share` is 1 where nothing limits the trainer, and where nothing is trained.
+    """
 
     train: Count = 0
     infer: Annotated[int, Meta(ge=1)] = 1
+    sm_share: Share = 1.0
 
 
 class AdapterRef(Struct, frozen=True):

@@ -179,9 +179,12 @@ class Coordinator:
             return None
 
     async def _restore(self, replica: str, reason: str) -> None:
-        info = (await self._registry.replicas()).get(replica)
-        if info is not None and info.state is not ReplicaState.COMBINED:
-            await self._configure(replica, BatchSizes(0, info.infer_batch_max), reason)
+        info = await self._registry.replica(replica)
+        if info is None or info.state is ReplicaState.COMBINED:
+            return
+        whole = BatchSizes(0, info.infer_batch_max)
+        if await self._sizes(replica) != whole:
+            await self._configure(replica, whole, reason)
 
     async def _restore_strays(self, replicas: Mapping[str, ReplicaInfo]) -> None:
         """Replicas that left a job while nobody led."""

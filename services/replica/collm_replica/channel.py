@@ -21,7 +21,7 @@ from collm_common.messages import (
     StopTraining,
     TrainRound,
 )
-from collm_common.types import AdapterRef
+from collm_common.types import AdapterRef, Share
 
 MAX_FRAME_BYTES = 1 << 20
 
@@ -62,9 +62,10 @@ class Snapshot(Local, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class Training(Local, frozen=True, kw_only=True, tag="training"):
-    """The micro-batch that is being trained right now; 0 while nothing is."""
+    """The micro-batch that is being trained right now (0: nothing), and the SM share that it is trained with."""
 
     batch: Annotated[int, Meta(ge=0)]
+    sm_share: Share = 1.0
 
 
 class Finished(Local, frozen=True, kw_only=True, tag="finished"):

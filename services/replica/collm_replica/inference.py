@@ -107,7 +107,7 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
             case LoadAdapter():
                 await serving.versions.load(message.name, message.version)
             case Training():
-                serving.reports.training_batch = message.batch
+                serving.reports.training = message
             case Snapshot():
                 await take_snapshot(message, serving, loadout)
             case DigestRequest():

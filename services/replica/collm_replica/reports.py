@@ -9,8 +9,10 @@ from redis.asyncio import Redis
 from collm_common import post
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
-from collm_common.messages import Delta, Done, Failed, InferenceReport
+from collm_common.messages import Delta, Done, Failed, InferenceReport, Request
 from collm_common.registry import Registry
+from collm_common.types import BatchSizes
+from collm_replica.channel import Training
 from collm_replica.engine.protocol import InferenceEngine, StepResult
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import Utilisation, Window
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """`training_batch` is the micro-batch that the fine-tuning process runs right now (0: none)."""
+    """`training` is what the fine-tuning process runs right now."""
 
     def __init__(
         self,
@@ -35,13 +37,19 @@ class Reports:
         self._engine, self._versions, self._utilisation = engine, versions, utilisation
         self._registry = Registry(redis, settings.keys)
         self._window = Window(clock.monotonic())
-        self.training_batch = 0
+        self.training = Training(batch=0)
 
     def count(self, result: StepResult) -> None:
         """Account for one step."""
-        self._window.step(self.training_batch, result.running, result.prefill_tokens, result.duration_s)
+        beside = BatchSizes(self.training.batch, max(1, result.running), self.training.sm_share)
+        self._window.step(beside, result.running, result.prefill_tokens, result.duration_s)
         self._window.output_tokens += sum(len(reply.tokens) for reply in result.replies if isinstance(reply, Delta))
         self._window.finished += sum(isinstance(reply, Done | Failed) for reply in result.replies)
+
+    def admitted(self, request: Request) -> None:
+        """Account for a request that came in; what came here before from elsewhere says nothing about the wait."""
+        if request.attempt == 0:
+            self._window.admit(request.slo, self._clock.now() - request.arrival_s)
 
     async def run(self) -> None:
         """For ever. A report that cannot be sent is lost."""
@@ -67,7 +75,7 @@ class Reports:
             running=self._engine.running,
             mean_batch=mean_batch,
             limit=self._engine.limit,
-            train_batch=self.training_batch,
+            train_batch=self.training.batch,
             iterations=window.samples(),
             prefill_tokens=window.prefill_tokens,
             prefill_s=window.prefill_s,
@@ -75,6 +83,8 @@ class Reports:
             finished=window.finished,
             snapshots=self._versions.snapshots,
             published=self._versions.published,
+            served=window.admitted(),
+            sm_shares=self._settings.sm_shares,
             versions={name: ref.version for name, ref in self._engine.versions.items()},
         )
         await post.report(self._redis, self._settings.keys, report)

@@ -197,6 +197,7 @@ class Serving:
             if self.versions.lacks_slot(request.adapter):
                 raise Unavailable(f"no adapter slot is free for {request.adapter}", code="adapter_slots_full")
             self.engine.add(request)
+            self.reports.admitted(request)
         except RequestError as error:
             failed = Failed(request.id, request.attempt, error.status, error.code, error.message)
             self._refused.append((open_, failed))

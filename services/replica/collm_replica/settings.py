@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from collm_common.settings import Common
-from collm_common.types import AtLeastOne, Count, Name, Positive
+from collm_common.types import AtLeastOne, Count, Name, Positive, Share
 
 
 class ReplicaSettings(Common, frozen=True, kw_only=True):
     """`model` is a local Hugging Face folder, a hub name or a GGUF file; `served_name` what clients call it.
 
+    `sm_shares` are the shares of the GPU's SMs that fine-tuning may be given (needs MPS); none leaves it as it is.
     An engine without progress is reported unhealthy after `unhealthy_s` seconds and replaced after `stall_s`.
     """
 
@@ -38,6 +39,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     slots: AtLeastOne = 4
     max_rank: AtLeastOne = 16
     threads: AtLeastOne = 1
+    sm_shares: tuple[Share, ...] = ()
     finetune_nice: Annotated[int, Meta(ge=0, le=19)] = 10
 
     host: str = "127.0.0.1"

@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from collm_common.messages import Iteration
-from collm_common.types import BatchSizes
+from collm_common.messages import Iteration, Served
+from collm_common.types import BatchSizes, Slo
 
 log = logging.getLogger(__name__)
 
@@ -115,19 +115,29 @@ class Window:
     output_tokens: int = 0
     finished: int = 0
     iterations: dict[BatchSizes, list[float]] = field(default_factory=lambda: defaultdict(list))
+    served: dict[Slo, tuple[int, float]] = field(default_factory=dict)
 
-    def step(self, train_batch: int, running: int, prefill_tokens: int, duration_s: float) -> None:
-        """Account for one engine iteration. One with a prefill in it says nothing about decode time."""
+    def step(self, sizes: BatchSizes, running: int, prefill_tokens: int, duration_s: float) -> None:
+        """Account for one engine iteration at `sizes`. One with a prefill in it says nothing about decode time."""
         self.busy_s += duration_s
         self.sequence_s += running * duration_s
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
             self.prefill_s += duration_s
         elif running and duration_s > 0:
-            self.iterations[BatchSizes(train_batch, running)].append(duration_s)
+            self.iterations[sizes].append(duration_s)
+
+    def admit(self, slo: Slo, waited_s: float) -> None:
+        """Account for a request that came in `waited_s` after its arrival."""
+        count, total_s = self.served.get(slo, (0, 0.0))
+        self.served[slo] = count + 1, total_s + max(0.0, waited_s)
+
+    def admitted(self) -> tuple[Served, ...]:
+        """What came in, by objective."""
+        return tuple(Served(slo, count, total_s) for slo, (count, total_s) in self.served.items())
 
     def samples(self) -> tuple[Iteration, ...]:
-        """Mean decode iteration time of each (B, b) pair seen."""
+        """Mean decode iteration time at each sizes seen."""
         return tuple(Iteration(sizes, len(times), sum(times) / len(times)) for sizes, times in self.iterations.items())
 
     def fractions(self, now_s: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +34,7 @@ from collm_replica.exchange import PATIENCE_S, Exchange
 from collm_replica.finetune.aggregation import aggregate
 from collm_replica.finetune.trainer import StepReport, Trainer
 from collm_replica.settings import ReplicaSettings
+from collm_replica.sm_share import sm_share
 from collm_replica.tasks import Task, failed
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class TrainingTasks:
         self._going.set()
         self._left = ""
         self._training_batch = 0
+        self._sm_share = sm_share(os.environ)
         self._measured: dict[tuple[str, int], Quality] = {}
 
     # --- commands
@@ -240,7 +243,7 @@ class TrainingTasks:
             round=task.round,
             step=task.first_step + step.step,
             time_s=self.clock.now(),
-            sizes=msgspec.structs.replace(task.sizes, train=step.batch),
+            sizes=msgspec.structs.replace(task.sizes, train=step.batch, sm_share=self._sm_share),
             step_s=step.micro_step_s,
             samples=step.samples,
             loss=step.loss,
@@ -254,4 +257,4 @@ class TrainingTasks:
     async def _set_training(self, batch: int) -> None:
         if batch != self._training_batch:
             self._training_batch = batch
-            await self._say(Training(batch=batch))
+            await self._say(Training(batch=batch, sm_share=self._sm_share))

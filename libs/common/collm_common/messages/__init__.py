@@ -37,7 +37,7 @@ from collm_common.messages.events import (
     UpdateUploaded,
 )
 from collm_common.messages.replies import Delta, Done, Failed, Lost, Replies, Reply, TokenLogprob
-from collm_common.messages.telemetry import InferenceReport, Iteration, Telemetry, TrainReport
+from collm_common.messages.telemetry import InferenceReport, Iteration, Served, Telemetry, TrainReport
 from collm_common.messages.work import Request
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "Request",
     "RequestId",
     "ResumeTraining",
+    "Served",
     "StateChanged",
     "StopTraining",
     "TaskFailed",

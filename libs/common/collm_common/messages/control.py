@@ -17,7 +17,10 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Configure(Message, frozen=True, kw_only=True, tag="configure"):
-    """New batch sizes; `infer` caps the running batch, `train` is the micro-step of fine-tuning."""
+    """New batch sizes; `infer` caps the running batch, `train` is the micro-step of fine-tuning.
+
+    Another `sm_share` takes effect when the fine-tuning process is made anew: a CUDA context keeps what it began with.
+    """
 
     sizes: BatchSizes
 

@@ -7,15 +7,23 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from collm_common.messages.base import Message
-from collm_common.types import BatchSizes, Count, Name, Positive, ReplicaState
+from collm_common.types import AtLeastOne, BatchSizes, Count, Name, Positive, ReplicaState, Share, Slo
 
 
 class Iteration(Struct, frozen=True):
-    """Engine iterations of one (B, b) pair since the last report: how many and their mean duration."""
+    """Engine iterations of one (B, b, SM share) since the last report: how many and their mean duration."""
 
     sizes: BatchSizes
     count: Annotated[int, Meta(ge=1)]
     mean_s: Positive
+
+
+class Served(Struct, frozen=True):
+    """Requests of one objective that came in since the last report, and how long they had waited since they arrived."""
+
+    slo: Slo
+    requests: AtLeastOne
+    waited_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"):
@@ -23,6 +31,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
 
     `utilisation` is in 0..1 (SM activity, or busy fraction on CPU); `mean_batch` averages running sequences over
     time; prefill_* and output_* let a reader divide; `versions` maps adapter name to its current version.
+    `served` has what came in, by objective; `sm_shares` the shares that its trainer can be given (none: no choice).
     """
 
     replica: Name
@@ -43,13 +52,16 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     snapshots: Count = 0
     published: Count = 0
     versions: dict[str, str] = {}
+    served: tuple[Served, ...] = ()
+    sm_shares: tuple[Share, ...] = ()
 
 
 class TrainReport(Message, frozen=True, kw_only=True, tag="train_report"):
     """One optimiser step: `step_s` is the mean duration of its micro-steps of `sizes`, loss the mean over its tokens.
 
     `sizes.infer` is the limit b that was configured; how many sequences ran beside it an InferenceReport tells.
-    `noise_scale` is None until it can be estimated.
+    `noise_scale` is None until it can be estimated. `memory_bytes` is the peak beyond the shared weights, of at most
+    `memory_limit_bytes`; 0 where nobody measures.
     """
 
     replica: Name
@@ -62,6 +74,8 @@ class TrainReport(Message, frozen=True, kw_only=True, tag="train_report"):
     samples: Annotated[int, Meta(ge=1)]
     loss: float
     noise_scale: float | None = None
+    memory_bytes: Count = 0
+    memory_limit_bytes: Count = 0
 
 
 Telemetry = InferenceReport | TrainReport
