@@ -98,6 +98,13 @@ def test_stop_strings_end_an_answer_and_are_not_shown() -> None:
     assert len(output.tokens) == len("one\ntwo\n\n")
 
 
+def test_stop_strings_count_once_an_answer_is_long_enough() -> None:
+    """Catches an answer shorter than was asked for."""
+    output = answer(stop=("x",), min_tokens=3)
+    assert "".join(read(output, encode("axbcxd"))) == "axbc"
+    assert output.finish == "stop"
+
+
 def test_eos_ends_an_answer_unless_ignored() -> None:
     """Catches answers that never end, EOS shown as text, and held text lost at the end."""
     tokens = [*encode("one E"), EOS_ID, *encode("two")]

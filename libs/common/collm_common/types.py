@@ -12,6 +12,8 @@ Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 
 
@@ -49,16 +51,27 @@ class Slo(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
-    """How to choose tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off; logprobs None is off."""
+    """How to choose tokens. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; logprobs None is off.
+
+    Penalties are subtracted from the logits of tokens that the answer has already, as OpenAI defines them: `presence`
+    once, `frequency` as often as the token occurs. `logit_bias` pairs (token, what is added). An answer has at least
+    `min_tokens` tokens; a token of `stop_tokens` ends it and is not shown.
+    """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 16
     temperature: Annotated[float, Meta(ge=0, le=10)] = 0.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Count = 0
+    min_p: Fraction = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[tuple[tuple[Count, Bias], ...], Meta(max_length=1024)] = ()
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     stop: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     ignore_eos: bool = False
+    min_tokens: Count = 0
+    stop_tokens: Annotated[tuple[Count, ...], Meta(max_length=128)] = ()
 
 
 class Quality(Struct, frozen=True):

@@ -199,7 +199,7 @@ class Serving:
             self.engine.add(request)
             self.reports.admitted(request)
         except RequestError as error:
-            failed = Failed(request.id, request.attempt, error.status, error.code, error.message)
+            failed = Failed(request.id, request.attempt, error.status, error.code, error.message, error.param)
             self._refused.append((open_, failed))
             return
         except AdapterError as error:

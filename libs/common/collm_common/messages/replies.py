@@ -45,13 +45,14 @@ class Done(Struct, frozen=True, tag="done", tag_field="kind"):
 
 
 class Failed(Struct, frozen=True, tag="failed", tag_field="kind"):
-    """The request cannot be served: an HTTP status with the reason."""
+    """The request cannot be served: an HTTP status with the reason, and the field it is about if there is one."""
 
     id: RequestId
     attempt: Count
     status: int
     code: str
     message: str
+    param: str = ""
 
 
 class Lost(Struct, frozen=True, tag="lost", tag_field="kind"):

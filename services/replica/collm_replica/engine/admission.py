@@ -12,6 +12,8 @@ def check(request: Request, vocabulary: int, context_tokens: int) -> None:
     """Raises InvalidRequest unless prompt with answer, and prompt with reference, fit the context."""
     for name in ("prompt", "prefix", "reference"):
         check_tokens(name, getattr(request, name), vocabulary)
+    check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias], vocabulary)
+    check_tokens("stop_token_ids", request.sampling.stop_tokens, vocabulary)
     prompt = len(request.prompt)
     if not prompt:
         raise InvalidRequest("prompt has no tokens", param="prompt")

@@ -83,7 +83,8 @@ class TorchBackend:
         draws, at, places = [], 0, []
         for chunk, count in zip(chunks, rows, strict=True):
             if chunk.samples:
-                draws.append(Draw(chunk.sequence.request.sampling, len(chunk.sequence.output.tokens)))
+                output = chunk.sequence.output
+                draws.append(Draw(chunk.sequence.request.sampling, len(output.tokens), output.edits))
                 places.append(at)
             at += count
         if not draws:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from collm_common.types import SamplingParams
 from collm_replica.engine.detokenizer import Detokenizer
+from collm_replica.engine.edits import LogitEdits
 from collm_replica.engine.stops import StopFinder
 
 
@@ -16,7 +17,8 @@ class Output:
         self, params: SamplingParams, eos: frozenset[int], decode: Callable[[Sequence[int]], str], prefix: Sequence[int]
     ) -> None:
         self._params = params
-        self._eos = eos
+        self._ends = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else eos)
+        self._edits = LogitEdits(params, self._ends)
         self._detokenizer = Detokenizer(decode)
         self._stops = StopFinder(params.stop)
         self.tokens: list[int] = []
@@ -28,16 +30,24 @@ class Output:
     def push(self, token: int) -> str:
         """Take one more token; returns the text that is now certain, and sets `finish` (stop or length)."""
         self.tokens.append(token)
-        if token in self._eos and not self._params.ignore_eos:
+        self._edits.push(token)
+        if token in self._ends:
             self.finish = "stop"
             return self._end()
-        text = self._stops.push(self._detokenizer.push(token))
+        text = self._detokenizer.push(token)
+        if len(self.tokens) > self._params.min_tokens:
+            text = self._stops.push(text)
         if not self._stops.found and len(self.tokens) >= self._params.max_tokens:
             self.finish = "length"
             text += self._end()
         if self._stops.found:
             self.finish = "stop"
         return text
+
+    @property
+    def edits(self) -> dict[int, float]:
+        """What is added to the logits of the next token."""
+        return self._edits.at(len(self.tokens))
 
     def _end(self) -> str:
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

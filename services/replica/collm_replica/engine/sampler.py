@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,10 +16,14 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Draw:
-    """What one row of logits is sampled with; `position` counts the answer's tokens before this one."""
+    """What one row of logits is sampled with; `position` counts the answer's tokens before this one.
+
+    `edits` (token -> what is added to its logit) come before everything else.
+    """
 
     params: SamplingParams
     position: int
+    edits: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def uniform(self) -> float:
@@ -37,6 +41,7 @@ def _splitmix(state: int) -> int:
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """One token a row of logits `[n, vocabulary]`; None where logits are not finite."""
+    logits = _edited(logits, draws)
     best, tokens = logits.max(dim=-1)
     plain = [i for i, d in enumerate(draws) if d.params.temperature > 0 and not _filtered(d.params)]
     cut = [i for i, d in enumerate(draws) if d.params.temperature > 0 and _filtered(d.params)]
@@ -48,8 +53,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     return [token if good else None for token, good in zip(tokens.tolist(), finite, strict=True)]
 
 
+def _edited(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The logits with every row's edits, in float32; the same tensor when there are none."""
+    places = [(row, token) for row, draw in enumerate(draws) for token in draw.edits]
+    if not places:
+        return logits
+    rows, tokens = torch.tensor(places, device=logits.device).unbind(-1)
+    values = torch.tensor([value for draw in draws for value in draw.edits.values()], device=logits.device)
+    return logits.float().index_put((rows, tokens), values, accumulate=True)
+
+
 def _filtered(params: SamplingParams) -> bool:
-    return params.top_p < 1 or params.top_k > 0
+    return params.top_p < 1 or params.top_k > 0 or params.min_p > 0
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -72,8 +87,13 @@ def _sample_plain(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _sample_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Keep the top_k likeliest, and of them the fewest that have top_p of the whole probability."""
+    """Keep what has min_p of the likeliest's probability, the top_k likeliest, the fewest that have top_p of the rest.
+
+    min_p: Nguyen et al. 2024, "Turning up the heat".
+    """
     weights, order = _probabilities(logits, draws).sort(dim=-1, descending=True, stable=True)
+    min_p = _column([draw.params.min_p for draw in draws], logits)
+    weights = weights.masked_fill(weights < min_p * weights[:, :1], 0.0)
     vocabulary = weights.shape[-1]
     rank = torch.arange(vocabulary, device=logits.device)
     top_k = _column([draw.params.top_k or vocabulary for draw in draws], logits)
