@@ -48,12 +48,19 @@ def read_text(**fields: Any) -> CompletionBody:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
         ({"slo": {"speed": 1}}, "slo"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"tools": [{}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
@@ -102,11 +109,26 @@ def test_what_sdks_and_benchmarks_send_is_accepted() -> None:
 def test_sampling_fields_arrive() -> None:
     """A parameter that is read and forgotten."""
     body = read_chat(
-        temperature=0, top_p=0.5, top_k=3, seed=-1, stop=["a", "b"], logprobs=True, top_logprobs=2, max_tokens=3
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        seed=-1,
+        stop=["a", "b"],
+        logprobs=True,
+        top_logprobs=2,
+        max_tokens=3,
+        min_tokens=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"7": -100, "8": 1.5},
+        stop_token_ids=[9],
     )
     params = body.sampling(3, body.logprob_count)
     assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (0.0, 0.5, 3, 2)
     assert params.stop == ("a", "b")
+    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, 0.5, -0.5)
+    assert (params.logit_bias, params.min_tokens, params.stop_tokens) == (((7, -100.0), (8, 1.5)), 2, (9,))
     assert params.seed == 2**63 - 1
     assert read_chat(stop="a").sampling(1, None).stop == ("a",)
     assert read_chat(top_k=-1).sampling(1, None).top_k == 0
@@ -134,18 +156,52 @@ def test_content_may_be_text_parts_or_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "single"),
-    [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], None), (["a", "b"], None)],
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"one": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 10: 1}}, "logit_bias"),
+        ({"min_tokens": 7}, "min_tokens"),
+    ],
 )
-def test_a_request_has_one_prompt(prompt: Any, single: Any) -> None:
-    """The second of two prompts is dropped silently."""
+def test_fields_that_contradict_are_named(fields: dict[str, Any], param: str) -> None:
+    """A bias that is dropped silently, and an answer that can never be long enough."""
+    with pytest.raises(InvalidRequest) as refused:
+        read_chat(**fields).sampling(6, None)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([], None),
+        ([1, "a"], None),
+        ([[], "a"], None),
+        (["a", ""], None),
+    ],
+)
+def test_prompts_are_texts_or_tokens_or_lists_of_them(prompt: Any, prompts: Any) -> None:
+    """The second of two prompts is dropped silently; a token taken for a prompt."""
     body = read_text(prompt=prompt)
-    if single is not None:
-        assert body.single_prompt() == single
+    if prompts is not None:
+        assert body.prompts() == prompts
         return
     with pytest.raises(InvalidRequest) as refused:
-        body.single_prompt()
+        body.prompts()
     assert refused.value.param == "prompt"
+
+
+def test_log_probabilities_of_an_echo_are_refused() -> None:
+    """A harness that takes the answer's log-probabilities for the prompt's."""
+    with pytest.raises(InvalidRequest) as refused:
+        _ = read_text(echo=True, logprobs=1).logprob_count
+    assert refused.value.param == "echo"
+    assert read_text(echo=True).echoes
 
 
 KNOWN = objectives.classes({"chat": {"ttft_s": 0.5, "late": "reject"}})

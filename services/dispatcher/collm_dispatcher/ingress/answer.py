@@ -1,4 +1,4 @@
-"""One request from acceptance to its last token, whatever carries it to the client."""
+"""Requests from acceptance to their last token, whatever carries it to the client."""
 
 from __future__ import annotations
 
@@ -6,84 +6,30 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import msgspec
 
 from collm_common.broker import AWAY
 from collm_common.clock import Clock
 from collm_common.errors import BrokerError, InvalidRequest, RequestError, Unavailable
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, Request
-from collm_dispatcher.ingress import objectives, render
-from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+from collm_common.types import Slo
+from collm_dispatcher.ingress import objectives
+from collm_dispatcher.ingress.body import MAX_CHOICES, SEEDS, ChatBody, CompletionBody
 from collm_dispatcher.ingress.courier import Courier
-from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.directory import Directory, Target
+from collm_dispatcher.ingress.merge import merged
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.open_requests import Again, Open, OpenRequests
 from collm_dispatcher.ingress.render import Shape
-from collm_dispatcher.ingress.tokenizing import Tokenizing
+from collm_dispatcher.ingress.response import Answer, Response
+from collm_dispatcher.ingress.tokenizing import Prompt, Tokenizing
 from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)
 COMPLETION_TOKENS = 16
-
-
-class Answer:
-    """An accepted request: its shape, what was measured of it, and the stream of what is told to its client."""
-
-    def __init__(self, open_: Open, shape: Shape, metrics: Metrics, arrived_s: float) -> None:
-        self.open, self.shape, self._metrics, self._arrived_s = open_, shape, metrics, arrived_s
-        self.ttft_s: float | None = None
-        self.e2e_s = self._last_s = 0.0
-        self.done: Done | None = None
-        model = open_.request.model
-        metrics.waiting.labels(model).inc()
-        metrics.offered.labels(model, open_.request.slo.name).inc()
-        metrics.prompt_tokens.labels(model).inc(len(open_.request.prompt))
-
-    @property
-    def adapter(self) -> str | None:
-        """The version that answers, `name@v3`."""
-        return str(self.open.adapter) if self.open.adapter is not None else None
-
-    @property
-    def queue_s(self) -> float:
-        """From arrival to the start of prefill."""
-        return max(0.0, (self.ttft_s or 0.0) - (self.done.prefill_s if self.done else 0.0))
-
-    def usage(self) -> dict[str, int]:
-        """Tokens so far."""
-        return render.usage(len(self.open.request.prompt), len(self.open.tokens))
-
-    def extension(self) -> dict[str, Any]:
-        """The `collm` object, once it is done."""
-        assert self.done is not None
-        return render.extension(self.done, self.adapter, self.queue_s)
-
-    def saw(self, delta: Delta, now_s: float) -> None:
-        """Measure one delta; `now_s` is monotonic."""
-        since_s, model = now_s - self._arrived_s, self.open.request.model
-        if self.ttft_s is None:
-            self.ttft_s = since_s
-            self._metrics.ttft.labels(model).observe(since_s)
-            self._metrics.waiting.labels(model).dec()
-            self._metrics.running.labels(model).inc()
-        elif delta.tokens:
-            self._metrics.itl.labels(model).observe((since_s - self._last_s) / len(delta.tokens))
-        self._last_s = since_s
-        if delta.finish is not None:
-            self.e2e_s = since_s
-
-    def close(self) -> None:
-        """Account for how it ended."""
-        request = self.open.request
-        (self._metrics.waiting if self.ttft_s is None else self._metrics.running).labels(request.model).dec()
-        if self.open.finish is None or self.ttft_s is None:
-            self._metrics.missed(request.model, request.slo)
-            return
-        self._metrics.queue.labels(request.model).observe(self.queue_s)
-        tokens = len(self.open.tokens)
-        self._metrics.finished(request.model, request.slo, self.ttft_s, self.e2e_s, tokens, self.open.finish)
 
 
 class Answers:
@@ -110,41 +56,81 @@ class Answers:
             for slo in self._classes:
                 await self._courier.ensure_stream(model, slo, configured=True)
 
-    async def accept(self, body: ChatBody | CompletionBody, headers: Mapping[str, str]) -> Answer:
+    async def accept(self, body: ChatBody | CompletionBody, headers: Mapping[str, str]) -> Response:
         """Check, count, append. Raises RequestError; then nothing is open."""
         arrived_s, arrival_s = self._clock.monotonic(), self._clock.now()
         target = self._directory.find(body.model)
         slo = objectives.choose(self._classes, headers, body.slo)
-        context = self._directory.context_tokens(target.model, self._settings.retry_after_s)
         text = self._tokenizers[target.model]
-        prompt = await text.prompt(body)
-        reference = await text.reference(body.reference) if body.reference else ()
-        limit = self._limit(body, len(prompt), len(reference), context)
-        request = Request(
-            id=uuid.uuid4().hex,
-            ingress=self._courier.ingress,
-            model=target.model,
-            adapter=target.adapter,
-            version=target.version,
-            prompt=prompt,
-            reference=reference,
-            sampling=body.sampling(limit, body.logprob_count),
-            slo=slo,
-            arrival_s=arrival_s,
-            deadline_s=slo.deadline(arrival_s, limit),
-        )
-        open_ = await self._open(request)
+        prompts = await text.prompts(body)
+        opened = await self._open(await self._requests(body, target, slo, prompts, arrival_s))
         shape = Shape(
             chat=isinstance(body, ChatBody),
-            id_=request.id,
+            id_=opened[0].request.id,
             created=int(time.time()),
             model=body.model,
             with_logprobs=body.logprob_count is not None,
             text=text,
+            echoes=[prompt.text if body.echoes else "" for prompt in prompts for _ in range(body.n or 1)],
         )
-        return Answer(open_, shape, self._metrics, arrived_s)
+        answers = [Answer(open_, self._metrics, arrived_s) for open_ in opened]
+        return Response(shape, answers, sum(len(prompt.tokens) for prompt in prompts))
 
-    async def follow(self, answer: Answer) -> AsyncGenerator[Delta, None]:
+    async def follow(self, response: Response) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Every delta once, with its choice, each choice's in order. Raises RequestError."""
+        async for index, delta in merged([self._follow(answer) for answer in response.answers]):
+            yield index, delta
+
+    async def close(self, response: Response) -> None:
+        """Afterwards nothing of it is left here or at a replica, whether it ended or not."""
+        for open_ in [answer.open for answer in response.answers if self._let_go(answer)]:
+            self._metrics.cancelled.labels(open_.request.model).inc()
+            try:
+                await self._courier.cancel(open_)
+            except AWAY as error:
+                log.warning("request %s is not cancelled, the broker is away: %s", open_.request.id, error)
+
+    async def _requests(
+        self,
+        body: ChatBody | CompletionBody,
+        target: Target,
+        slo: Slo,
+        prompts: Sequence[Prompt],
+        arrival_s: float,
+    ) -> list[Request]:
+        """`n` of each prompt. The first answers as if it were alone; the others have seeds of their own."""
+        count = body.n or 1
+        if count * len(prompts) > MAX_CHOICES:
+            raise InvalidRequest(
+                f"n: {count} choices of {len(prompts)} prompts are more than the limit of {MAX_CHOICES}", param="n"
+            )
+        context = self._directory.context_tokens(target.model, self._settings.retry_after_s)
+        reference = await self._tokenizers[target.model].reference(body.reference) if body.reference else ()
+        if reference and count * len(prompts) > 1:
+            raise InvalidRequest("reference: only a single choice is compared with one", param="reference")
+        requests = []
+        for prompt in prompts:
+            limit = self._limit(body, len(prompt.tokens), len(reference), context)
+            sampling = body.sampling(limit, body.logprob_count)
+            requests += [
+                Request(
+                    id=uuid.uuid4().hex,
+                    ingress=self._courier.ingress,
+                    model=target.model,
+                    adapter=target.adapter,
+                    version=target.version,
+                    prompt=prompt.tokens,
+                    reference=reference,
+                    sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + number) % SEEDS),
+                    slo=slo,
+                    arrival_s=arrival_s,
+                    deadline_s=slo.deadline(arrival_s, limit),
+                )
+                for number in range(count)
+            ]
+        return requests
+
+    async def _follow(self, answer: Answer) -> AsyncGenerator[Delta, None]:
         """Every delta once, in order; `answer.done` is set at the end. Raises RequestError."""
         open_, loop = answer.open, asyncio.get_running_loop()
         end_s = loop.time() + self._settings.request_timeout_s
@@ -165,17 +151,12 @@ class Answers:
                 case Done():
                     answer.done = told
 
-    async def close(self, answer: Answer) -> None:
-        """Afterwards nothing of it is left here or at a replica, whether it ended or not."""
-        open_ = answer.open
+    def _let_go(self, answer: Answer) -> bool:
+        """Forget it here; whether a replica may still have it."""
         answer.close()
-        self._opened.remove(open_, left=not open_.ended)
-        if not open_.ended:
-            self._metrics.cancelled.labels(open_.request.model).inc()
-            try:
-                await self._courier.cancel(open_)
-            except AWAY as error:
-                log.warning("request %s is not cancelled, the broker is away: %s", open_.request.id, error)
+        left = not answer.open.ended
+        self._opened.remove(answer.open, left=left)
+        return left
 
     def _limit(self, body: ChatBody | CompletionBody, prompt: int, reference: int, context: int) -> int:
         """max_tokens, checked against the context with the prompt and the reference."""
@@ -193,19 +174,23 @@ class Answers:
                 )
         return wanted
 
-    async def _open(self, request: Request) -> Open:
-        slo = request.slo.name
-        open_ = Open(request, self._keys.requests(request.model, slo))
+    async def _open(self, requests: Sequence[Request]) -> list[Open]:
+        """All of one model and objective, or none."""
+        model, slo = requests[0].model, requests[0].slo.name
+        opened = [Open(request, self._keys.requests(model, slo)) for request in requests]
         try:
-            await self._courier.ensure_stream(request.model, slo, configured=slo in self._classes)
-            self._opened.add(open_)
-            await self._courier.send(open_)
+            await self._courier.ensure_stream(model, slo, configured=slo in self._classes)
+            for open_ in opened:
+                self._opened.add(open_)
+            for open_ in opened:
+                await self._courier.send(open_)
         except BaseException as error:
-            self._opened.remove(open_, left=True)
+            for open_ in opened:
+                self._opened.remove(open_, left=True)
             if isinstance(error, BrokerError | OSError):
                 raise Unavailable("the broker is away", retry_after_s=self._settings.retry_after_s) from error
             raise
-        return open_
+        return opened
 
     async def _again(self, open_: Open) -> None:
         request = open_.request
@@ -229,7 +214,9 @@ class TimedOut(RequestError):
 def failure(failed: Failed, retry_after_s: float) -> RequestError:
     """What a replica or the dispatch loop answered instead; a refusal that passes says when to come again."""
     passes = failed.status in (429, 503)
-    error = RequestError(failed.message, code=failed.code, retry_after_s=retry_after_s if passes else None)
+    error = RequestError(
+        failed.message, param=failed.param, code=failed.code, retry_after_s=retry_after_s if passes else None
+    )
     error.status = failed.status
     if failed.status < 500:
         error.type = "rate_limit_error" if failed.status == 429 else "invalid_request_error"

@@ -1,63 +1,25 @@
-"""OpenAI request bodies: what is honoured, what is refused by name; anything else is ignored."""
+"""OpenAI request bodies: what is honoured; what is neither that nor refused by name is ignored."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from collm_common.errors import InvalidRequest
-from collm_common.types import SamplingParams
+from collm_common.types import Bias, Fraction, Penalty, SamplingParams
+from collm_dispatcher.ingress.unsupported import NEITHER, NOT_IN_CHATS, Neutral, refuse
 
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=1, le=1_000_000)]
 Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 Alternatives = Annotated[int, Meta(ge=0, le=20)]
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
 SEEDS = 2**63
-
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_logprobs": (0,),
-    "prompt_embeds": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (True, False),
-    "return_token_ids": (False,),
-}
-"""Fields that change the answer and are not served, with the values besides null that leave it as it is."""
+MAX_CHOICES = 128
 
 
 class StreamOptions(Struct):
@@ -99,16 +61,24 @@ class ChatMessage(Struct):
 class Body(Struct, kw_only=True):
     """Fields of both kinds of completion; null is the same as absent."""
 
+    neutral: ClassVar[Neutral] = NEITHER
     model: Annotated[str, Meta(min_length=1, max_length=256)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
+    min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
     seed: int | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Token], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     reference: str | None = None
     slo: str | SloLimits | None = None
@@ -119,22 +89,42 @@ class Body(Struct, kw_only=True):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """With OpenAI's defaults. A request without a seed gets one, so that another replica can go on the same way."""
+        """With OpenAI's defaults. A request without a seed gets one, so that another replica can go on the same way.
+
+        Raises InvalidRequest for fields that contradict one another.
+        """
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(f"min_tokens {min_tokens} is over the limit of {max_tokens}", param="min_tokens")
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self._biases(),
             seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logprobs=logprobs,
             ignore_eos=bool(self.ignore_eos),
+            min_tokens=min_tokens,
+            stop_tokens=tuple(self.stop_token_ids or ()),
         )
+
+    def _biases(self) -> tuple[tuple[int, float], ...]:
+        biases = self.logit_bias or {}
+        wrong = next((token for token in biases if not re.fullmatch(r"[0-9]{1,9}", token)), None)
+        if wrong is not None:
+            raise InvalidRequest(f"logit_bias: {wrong[:64]!r} is no token id", param="logit_bias")
+        return tuple({int(token): value for token, value in biases.items()}.items())
 
 
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
 
+    neutral: ClassVar[Neutral] = NOT_IN_CHATS
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -146,33 +136,48 @@ class ChatBody(Body, kw_only=True):
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt stands before the answer."""
+        return False
+
     def conversation(self) -> list[dict[str, str]]:
         """As chat templates take it."""
         return [{"role": message.role, "content": message.text} for message in self.messages]
 
 
 class CompletionBody(Body, kw_only=True):
-    """POST /v1/completions, one prompt: text or tokens."""
+    """POST /v1/completions: one or several prompts, each text or tokens."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(max_length=1_000_000)]
+    echo: bool | None = None
     logprobs: Alternatives | None = None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the prompt stands before the answer."""
+        return bool(self.echo)
+
+    @property
     def logprob_count(self) -> int | None:
-        """As asked for."""
+        """As asked for. Raises InvalidRequest."""
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo cannot be combined with logprobs: those of a prompt are not computed",
+                param="echo",
+                code="unsupported_parameter",
+            )
         return self.logprobs
 
-    def single_prompt(self) -> str | list[int]:
-        """Raises InvalidRequest for none, several, or a mixture."""
-        items = self.prompt
-        if isinstance(items, str):
-            return items
+    def prompts(self) -> list[str | list[int]]:
+        """One or several. Raises InvalidRequest for none, an empty one, or a mixture of tokens and texts."""
+        items = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         tokens = [item for item in items if isinstance(item, int)]
         if items and len(tokens) == len(items):
-            return tokens
-        if len(items) != 1 or isinstance(items[0], int):
-            raise InvalidRequest(f"prompt: {len(items)} prompts; a request takes one", param="prompt")
-        return items[0]
+            return [tokens]
+        if tokens or not items or not all(items):
+            raise InvalidRequest("prompt: must be text, tokens, or a list of either; none may be empty", param="prompt")
+        return [item for item in items if not isinstance(item, int)]
 
 
 B = TypeVar("B", bound=Body)
@@ -186,9 +191,7 @@ def parse(kind: type[B], data: bytes) -> B:
         raise InvalidRequest(f"the body is not JSON: {error}", param="body", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object", param="body", code="invalid_json")
-    for name in raw.keys() & NEUTRAL.keys():
-        if raw[name] is not None and raw[name] not in NEUTRAL[name]:
-            raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+    refuse(raw, kind.neutral)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

@@ -34,45 +34,73 @@ def extension(done: Done, adapter: str | None, queue_s: float) -> dict[str, Any]
     }
 
 
+class Choice:
+    """An answer that is told as a whole, piece by piece."""
+
+    def __init__(self) -> None:
+        self.text, self.finish = "", "stop"
+        self.logprobs: list[TokenLogprob] = []
+
+    def take(self, delta: Delta) -> None:
+        """One more piece."""
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish or self.finish
+
+
 class Shape:
-    """Chat and text completions differ in names only; `with_logprobs` says whether they were asked for."""
+    """Chat and text completions differ in names only.
+
+    `echoes` are what stands before the text of each choice; `with_logprobs` says whether they were asked for.
+    """
 
     def __init__(
-        self, *, chat: bool, id_: str, created: int, model: str, with_logprobs: bool, text: Tokenizing
+        self,
+        *,
+        chat: bool,
+        id_: str,
+        created: int,
+        model: str,
+        with_logprobs: bool,
+        text: Tokenizing,
+        echoes: Sequence[str],
     ) -> None:
-        self._chat, self._with_logprobs, self._text = chat, with_logprobs, text
+        self._chat, self._with_logprobs, self._text, self._echoes = chat, with_logprobs, text, echoes
         self._base = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{id_}", "created": created, "model": model}
 
-    def first(self) -> dict[str, Any] | None:
-        """The chunk that opens a chat answer."""
-        if not self._chat:
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The chunk that opens an answer, if it has one: a role or an echo."""
+        if not self._chat and not self._echoes[index]:
             return None
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+        opening = {"delta": {"role": "assistant", "content": ""}} if self._chat else {"text": self._echoes[index]}
+        return self._chunk([{"index": index, **opening, "logprobs": None, "finish_reason": None}])
 
-    def delta(self, delta: Delta, offset: int) -> dict[str, Any]:
-        """New text; `offset` counts the characters before it."""
+    def delta(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
+        """New text; `offset` counts the characters before it, the echo left out."""
         content = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(delta.logprobs, offset), "finish_reason": None}
-        return self._chunk([choice])
+        logprobs = self._logprobs(delta.logprobs, offset)
+        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None}])
 
-    def finish(self, reason: str) -> dict[str, Any]:
+    def finish(self, index: int, reason: str) -> dict[str, Any]:
         """The chunk that ends the text."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk([{"index": 0, **content, "logprobs": None, "finish_reason": reason}])
+        return self._chunk([{"index": index, **content, "logprobs": None, "finish_reason": reason}])
 
     def last(self, counts: dict[str, int] | None, collm: dict[str, Any]) -> dict[str, Any]:
         """After the text: usage if it was asked for, and what CoLLM adds."""
         return self._chunk([]) | ({"usage": counts} if counts is not None else {}) | {"collm": collm}
 
-    def whole(
-        self, text: str, logprobs: Sequence[TokenLogprob], reason: str, counts: dict[str, int], collm: dict[str, Any]
-    ) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], counts: dict[str, int], collm: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(logprobs, 0), "finish_reason": reason}
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._base, "object": kind, "choices": [choice], "usage": counts, "collm": collm}
+        told = [self._told(index, choice) for index, choice in enumerate(choices)]
+        return {**self._base, "object": kind, "choices": told, "usage": counts, "collm": collm}
+
+    def _told(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = {"message": message} if self._chat else {"text": self._echoes[index] + choice.text}
+        logprobs = self._logprobs(choice.logprobs, 0)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -12,13 +12,14 @@ from aiohttp import web
 
 from collm_common.broker import AWAY
 from collm_common.errors import InternalError, RequestError, Unavailable
-from collm_common.messages import TokenLogprob
+from collm_common.messages import Delta
 from collm_dispatcher.ingress import render
-from collm_dispatcher.ingress.answer import Answer, Answers
+from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.exchange import Events, read_body
 from collm_dispatcher.ingress.metrics import Metrics
+from collm_dispatcher.ingress.response import Response
 from collm_dispatcher.ingress.upload import Uploads
 
 log = logging.getLogger(__name__)
@@ -75,30 +76,28 @@ class Routes:
         self._refuse_if_draining()
         data = await read_body(request, self._max_body)
         body = parse(ChatBody, data) if kind is ChatBody else parse(CompletionBody, data)
-        answer = await self._answers.accept(body, request.headers)
+        response = await self._answers.accept(body, request.headers)
         try:
-            return await (self._stream(request, body, answer) if body.stream else self._whole(answer))
+            return await (self._stream(request, body, response) if body.stream else self._whole(response))
         finally:
-            await self._answers.close(answer)
+            await self._answers.close(response)
 
-    async def _whole(self, answer: Answer) -> web.Response:
-        texts: list[str] = []
-        logprobs: list[TokenLogprob] = []
-        async with aclosing(self._answers.follow(answer)) as deltas:
-            async for delta in deltas:
-                texts.append(delta.text)
-                logprobs += delta.logprobs
-        reason, collm = answer.open.finish or "stop", answer.extension()
-        return web.json_response(answer.shape.whole("".join(texts), logprobs, reason, answer.usage(), collm))
+    async def _whole(self, response: Response) -> web.Response:
+        async with aclosing(self._answers.follow(response)) as deltas:
+            async for index, delta in deltas:
+                response.take(index, delta)
+        return web.json_response(response.whole())
 
     async def _stream(
-        self, request: web.Request, body: ChatBody | CompletionBody, answer: Answer
+        self, request: web.Request, body: ChatBody | CompletionBody, response: Response
     ) -> web.StreamResponse:
         """Headers go out with the first token, so that an earlier error keeps its status."""
         events = Events(request)
         try:
-            async with aclosing(self._answers.follow(answer)) as deltas:
-                await self._chunks(deltas, events, body.stream_options or StreamOptions(), answer, bool(body.reference))
+            async with aclosing(self._answers.follow(response)) as deltas:
+                await self._chunks(
+                    deltas, events, body.stream_options or StreamOptions(), response, bool(body.reference)
+                )
         except RequestError as error:
             if not events.started:
                 raise
@@ -106,26 +105,39 @@ class Routes:
             await events.send(render.error_body(error))
             return await events.end()
         except ConnectionResetError:
-            log.info("request %s: its client left", answer.open.request.id)
+            log.info("request %s: its client left", response.id)
             return events.response
         return await events.end()
 
     async def _chunks(
-        self, deltas: Any, events: Events, options: StreamOptions, answer: Answer, wants_quality: bool
+        self,
+        deltas: AsyncGenerator[tuple[int, Delta], None],
+        events: Events,
+        options: StreamOptions,
+        response: Response,
+        wants_quality: bool,
     ) -> None:
-        characters = 0
-        async for delta in deltas:
-            if not events.started and (first := answer.shape.first()) is not None:
-                await events.send(first)
-            counts = {"usage": answer.usage()} if options.continuous_usage_stats else {}
+        shape, shown = response.shape, dict[int, int]()
+        async for index, delta in deltas:
+            if index not in shown and (first := shape.first(index)) is not None:
+                await events.send(first | self._counts(options, response))
+            offset = shown.setdefault(index, 0)
+            counts = self._counts(options, response)
             if delta.text or delta.logprobs:
-                await events.send(answer.shape.delta(delta, characters) | counts)
-                characters += len(delta.text)
+                await events.send(shape.delta(index, delta, offset) | counts)
+                shown[index] += len(delta.text)
             if delta.finish is not None:
-                await events.send(answer.shape.finish(delta.finish) | counts)
+                await events.send(shape.finish(index, delta.finish) | counts)
         if options.include_usage or wants_quality:
-            total = answer.usage() if options.include_usage else None
-            await events.send(answer.shape.last(total, answer.extension()))
+            total = response.usage() if options.include_usage else None
+            await events.send(shape.last(total, response.extension()))
+
+    @staticmethod
+    def _counts(options: StreamOptions, response: Response) -> dict[str, Any]:
+        """What a chunk before the last says of usage."""
+        if options.continuous_usage_stats:
+            return {"usage": response.usage()}
+        return {"usage": None} if options.include_usage else {}
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
         self._refuse_if_draining()

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from msgspec import Struct
 
 from collm_common.errors import InvalidRequest, ModelError
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+
+
+class Prompt(Struct, frozen=True):
+    """What a model reads, and the same as text for a client that wants its echo."""
+
+    tokens: tuple[int, ...]
+    text: str
 
 
 class Tokenizing:
@@ -19,16 +27,17 @@ class Tokenizing:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    async def prompt(self, body: ChatBody | CompletionBody) -> tuple[int, ...]:
-        """The prompt's tokens. Raises InvalidRequest."""
-        tokens = await asyncio.to_thread(self._prompt, body)
-        if not tokens:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
+    async def prompts(self, body: ChatBody | CompletionBody) -> list[Prompt]:
+        """One a conversation, one or several a completion. Raises InvalidRequest."""
+        prompts = await asyncio.to_thread(self._prompts, body)
         size = len(self._tokenizer)
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise InvalidRequest(f"prompt: token {wrong} is not in the vocabulary", param="prompt")
-        return tokens
+        for prompt in prompts:
+            if not prompt.tokens:
+                raise InvalidRequest("the prompt has no tokens", param="prompt")
+            wrong = next((token for token in prompt.tokens if not 0 <= token < size), None)
+            if wrong is not None:
+                raise InvalidRequest(f"prompt: token {wrong} is not in the vocabulary", param="prompt")
+        return prompts
 
     async def reference(self, text: str) -> tuple[int, ...]:
         """A reference answer: no leading specials, one EOS at the end."""
@@ -40,17 +49,22 @@ class Tokenizing:
         """One token alone, as log-probabilities show it."""
         return str(self._tokenizer.decode([token]))
 
-    def _prompt(self, body: ChatBody | CompletionBody) -> tuple[int, ...]:
+    def _prompts(self, body: ChatBody | CompletionBody) -> list[Prompt]:
         if isinstance(body, CompletionBody):
-            prompt = body.single_prompt()
-            return self._encode(prompt, specials=True) if isinstance(prompt, str) else tuple(prompt)
+            return [self._plain(prompt, bool(body.echo)) for prompt in body.prompts()]
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
             text = self._tokenizer.apply_chat_template(body.conversation(), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise InvalidRequest(f"messages do not fit the chat template: {error}", param="messages") from error
-        return self._encode(text, specials=False)
+        return [Prompt(self._encode(text, specials=False), text)]
+
+    def _plain(self, prompt: str | list[int], echo: bool) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(self._encode(prompt, specials=True), prompt)
+        known = echo and all(0 <= token < len(self._tokenizer) for token in prompt)
+        return Prompt(tuple(prompt), str(self._tokenizer.decode(prompt)) if known else "")
 
     def _encode(self, text: str, *, specials: bool) -> tuple[int, ...]:
         tokens: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=specials)
