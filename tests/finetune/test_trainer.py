@@ -17,6 +17,7 @@ from collm_common.errors import AdapterError, DataError, ModelError
 from collm_common.messages import Hyperparams, TrainRound
 from collm_common.types import BatchSizes
 from collm_replica import weights
+from collm_replica.finetune import lowrank
 from collm_replica.finetune.samples import collate
 from collm_replica.finetune.trainer import Trainer, learning_rate
 from collm_replica.models import skeleton
@@ -190,8 +191,24 @@ def test_another_rank_is_injected_cleanly(trainer: Trainer) -> None:
     trainer.start_round(round_(hyper=wide), None)
     assert {t.shape[0] for n, t in trainer.tensors().items() if ".lora_A." in n} == {6}
     assert trainer.evaluate() == base
-    with pytest.raises(AdapterError, match="must be"):
-        trainer.start_round(round_(hyper=HYPER), trainer.tensors())
+
+
+def test_a_start_of_another_rank_is_taken_as_well_as_the_own_rank_can(trainer: Trainer) -> None:
+    """A small client that cannot join, one that begins elsewhere, or a measurement at the wrong scale."""
+    wide = HYPER.at_rank(6)
+    assert (wide.rank, wide.alpha) == (6, 12.0)
+    run(trainer, round_(steps=4, hyper=wide))
+    theirs, quality = trainer.tensors(), trainer.evaluate()
+    assert trainer.evaluate_stored(theirs, HYPER) == quality, "measured whole, at the same scale"
+    trainer.start_round(round_(steps=2), theirs)
+    mine = trainer.tensors()
+    assert lowrank.rank(mine) == 4
+    for layer in lowrank.layers(theirs):
+        pair, exact = lowrank.factors(mine, layer), lowrank.factors(theirs, layer)
+        singular = torch.linalg.svdvals(exact[1] @ exact[0])
+        lost = lowrank.square([(1.0, exact), (-1.0, pair)])
+        assert lost == pytest.approx(float(singular[4:].pow(2).sum()), rel=0.05, abs=1e-7)
+    assert run(trainer, round_(steps=2), theirs)
 
 
 def test_tensors_have_the_names_that_peft_saves(trainer: Trainer, folder: Path) -> None:

@@ -50,6 +50,7 @@ async def test_a_service_leads_until_it_is_told_to_stop(redis: Redis, keys: Keys
     [
         ("launcher", "COLLM_LAUNCHER_RULES", '{"rounds": 0}'),
         ("launcher", "COLLM_LAUNCHER_RULES", '{"strategy": "average"}'),
+        ("launcher", "COLLM_LAUNCHER_RULES", '{"strategy": "fedprox"}'),
         ("launcher", "COLLM_LAUNCHER_IDLE", '{"windw": 3}'),
         ("launcher", "COLLM_LAUNCHER_TICKS", "1"),
         ("coordinator", "COLLM_COORDINATOR_SLO", '{"name": "x", "e2e": 1}'),

@@ -81,10 +81,17 @@ class Driver:
             Evaluated(job="j", round=1, replica=id_, adapter="desk", version=version, quality=quality, time_s=0.0)
         )
 
-    def aggregated(self, version: int | None = None) -> list[Action]:
-        version = self.job.candidate if version is None else version
+    def aggregated(self, version: int | None = None, **refused: str) -> list[Action]:
         return self.event(
-            Aggregated(job="j", round=self.job.round, adapter="desk", version=version, residual=0.1, time_s=0.0)
+            Aggregated(
+                job="j",
+                round=self.job.round,
+                adapter="desk",
+                version=self.job.candidate if version is None else version,
+                residual=0.1,
+                refused=refused,
+                time_s=0.0,
+            )
         )
 
     def fail(self, id_: str, task: str) -> list[Action]:
@@ -109,6 +116,10 @@ def sent(actions: list[Action], type_: type) -> dict[str, object]:
         for action in actions
         if isinstance(action, Send) and isinstance(action.command, type_)
     }
+
+
+def said(actions: list[Action]) -> list[str]:
+    return [a.event.reason for a in actions if isinstance(a, Announce) and isinstance(a.event, JobChanged)]
 
 
 def of(actions: list[Action], type_: type) -> list[Action]:
@@ -274,6 +285,34 @@ def test_an_update_that_diverged_is_left_out() -> None:
     (command,) = sent(driver.actions, Aggregate).values()
     assert isinstance(command, Aggregate)
     assert command.clients == ("r2", "r3")
+
+
+def test_a_refused_update_is_named_and_the_round_goes_on_without_it() -> None:
+    """A poisoned client that ends the round of the others, or whose loss still counts in their scores."""
+    driver = Driver()
+    driver.join()
+    for id_, loss in (("r1", 2.0), ("r2", 1e-9), ("r3", 2.0)):
+        driver.upload(id_, loss)
+    driver.aggregated(r2="not finite")
+    assert "the update of r2 is refused: not finite" in said(driver.actions)
+    assert driver.job.phase is Phase.EVALUATING
+    assert set(driver.job.uploads) == {"r1", "r3"}
+    for version, loss in ((0, 4.0), (1, 3.0)):
+        for id_ in IDS:
+            driver.measure(id_, version, loss)
+    assert {a.replica: a.quality for a in driver.actions if isinstance(a, Score)} == {"r1": 2.0, "r3": 3.0}
+
+
+def test_a_round_of_which_too_little_could_be_used_is_discarded() -> None:
+    """A candidate made of one client's update that is judged as everybody's."""
+    driver = Driver(Rules(rounds=9, max_rejected=2))
+    driver.join()
+    for id_ in IDS:
+        driver.upload(id_)
+    driver.aggregated(r1="norm", r2="norm")
+    assert (driver.job.phase, driver.job.round, driver.job.rejected) == (Phase.TRAINING, 2, 1)
+    assert Forget(1) in driver.actions
+    assert Clean(1, IDS) in driver.actions
 
 
 @pytest.mark.parametrize("after", [float("nan"), float("inf")])
@@ -515,6 +554,5 @@ def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObjec
 
 def released(actions: list[Action]) -> set[str]:
     """Who is free of the job: returned, or announced as lost."""
-    said = [a.event.reason for a in actions if isinstance(a, Announce) and isinstance(a.event, JobChanged)]
-    lost = {reason.split(" left: ")[0] for reason in said if " left: " in reason}
+    lost = {reason.split(" left: ")[0] for reason in said(actions) if " left: " in reason}
     return lost | {a.replica for a in actions if isinstance(a, Return)}

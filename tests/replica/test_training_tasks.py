@@ -5,34 +5,52 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM
 
-from collm_common import messages, streams
+from collm_common import blobs, messages, streams
 from collm_common.broker import stop_all
 from collm_common.clock import SystemClock
 from collm_common.keys import Keys
-from collm_common.messages import Evaluate, Evaluated, Event, Hyperparams, TaskFailed, TrainRound
+from collm_common.messages import (
+    Aggregate,
+    Aggregated,
+    Evaluate,
+    Evaluated,
+    Event,
+    Hyperparams,
+    TaskFailed,
+    TrainRound,
+)
 from collm_common.types import BatchSizes
+from collm_replica import adapters
+from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import ToSupervisor
 from collm_replica.finetune.trainer import Trainer
 from collm_replica.training_tasks import TrainingTasks
 from tests.replica.support import settings
-from tests.support.models import byte_tokenizer, tiny_model_folder
+from tests.support.models import byte_tokenizer, random_adapter, tiny_model_folder
 from tests.support.waiting import eventually
 
 HYPER = Hyperparams(rank=4, alpha=8.0, max_tokens=100, heldout_samples=2)
 
 
 @pytest.fixture
-def tasks(redis: Redis, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingTasks:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=1)
+
+
+@pytest.fixture
+def tasks(redis: Redis, tmp_path: Path, model: Path) -> TrainingTasks:
     """Nothing runs yet; eight samples in the data folder."""
     rows = [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    folder = tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=1)
-    trainer = Trainer(AutoModelForCausalLM.from_pretrained(folder), byte_tokenizer())
+    trainer = Trainer(AutoModelForCausalLM.from_pretrained(model), byte_tokenizer())
 
     async def say(message: ToSupervisor) -> None:
         """There is no supervisor."""
@@ -58,6 +76,13 @@ def training(job: str) -> TrainRound:
         hyper=HYPER,
         deadline_s=1e12,
     )
+
+
+def aggregation(clients: tuple[str, ...], **changes: Any) -> Aggregate:
+    made = Aggregate(
+        job="j", round=1, adapter="desk", version=1, parent=0, clients=clients, hyper=HYPER, deadline_s=1e12
+    )
+    return msgspec.structs.replace(made, **changes)
 
 
 async def events(redis: Redis, keys: Keys) -> list[Event]:
@@ -98,6 +123,81 @@ async def test_whatever_fails_a_task_is_told_and_costs_nothing_else(
     assert "line 2" in malformed.reason
     assert isinstance(damaged, TaskFailed)
     assert isinstance(evaluated, Evaluated)
+
+
+async def upload(
+    redis: Redis,
+    keys: Keys,
+    client: str,
+    tensors: dict[str, torch.Tensor],
+    base: str = "",
+    samples: int = 8,
+) -> None:
+    """What a client that follows nobody's rules leaves in the broker."""
+    data = adapters.encode(tensors)
+    manifest = adapters.manifest(data, tensors, name="desk", version=1, base_digest=base, alpha=8.0)
+    about = {"samples": samples, "steps": 1, "manifest": manifest}
+    await blobs.put(redis, keys.update("j", 1, client), data, msgspec.msgpack.encode(about))
+
+
+async def test_poisoned_updates_are_refused_by_name_and_the_others_make_a_version(
+    redis: Redis, keys: Keys, tasks: TrainingTasks, model: Path
+) -> None:
+    """A round that one client can end, or an adapter that its poison is in."""
+    good = [random_adapter(model, 4, 8.0, seed=n) for n in range(2)]
+    await upload(redis, keys, "good1", good[0])
+    await upload(redis, keys, "good2", good[1])
+    await upload(redis, keys, "nan", {name: tensor * float("nan") for name, tensor in good[0].items()})
+    await upload(redis, keys, "huge", {name: tensor * 1e4 for name, tensor in good[0].items()})
+    await upload(redis, keys, "base", good[0], base="other")
+    await upload(redis, keys, "rank", random_adapter(model, 8, 16.0))
+    await upload(redis, keys, "shapes", {name: tensor[:, :3] for name, tensor in good[0].items()})
+    await upload(redis, keys, "weight", good[0], samples=0)
+    await upload(redis, keys, "damaged", good[0])
+    await redis.hset(keys.update("j", 1, "damaged"), "chunk:0", b"x")
+    await redis.hset(keys.update("j", 1, "garbage"), mapping={"meta": b"\xff", "bytes": 0, "sha256": "x"})
+    bad = {
+        "nan": "not finite",
+        "huge": "norm",
+        "base": "trained on base",
+        "rank": "rank",
+        "shapes": "ranks of A and B differ",
+        "weight": "samples",
+        "damaged": "damaged",
+        "garbage": "damaged",
+        "absent": "not there",
+    }
+    tasks.add(aggregation(("good1", *bad, "good2")))
+    running = asyncio.create_task(tasks.run())
+    await eventually(lambda: _count(redis, keys, 1))
+    await stop_all(running)
+    (done,) = await events(redis, keys)
+    assert isinstance(done, Aggregated)
+    assert set(done.refused) == set(bad)
+    assert {client for client, why in bad.items() if why not in done.refused[client]} == set(), done.refused
+    made = (await AdapterFeed(redis, keys, "", adapters.decode).fetch("desk", 1)).tensors
+    for name, tensor in made.items():
+        mean = (good[0][name].bfloat16().float() + good[1][name].bfloat16().float()) / 2
+        assert torch.allclose(tensor, mean, atol=0.02), name
+
+
+async def test_moments_of_the_server_follow_the_accepted_version(
+    redis: Redis, keys: Keys, tasks: TrainingTasks, model: Path
+) -> None:
+    """Momentum lost with the server that had it, or taken from a candidate that was rejected."""
+    await upload(redis, keys, "good1", random_adapter(model, 4, 8.0))
+    running = asyncio.create_task(tasks.run())
+    tasks.add(aggregation(("good1",), strategy="fedavgm"))
+    await eventually(lambda: _count(redis, keys, 1))
+    assert await redis.exists(keys.server_state("j", 1))
+    tasks.add(aggregation(("good1",), strategy="fedavgm", parent=1, version=2))
+    tasks.add(aggregation(("good1",), strategy="fedavg", parent=1, version=3))
+    await eventually(lambda: _count(redis, keys, 3))
+    await stop_all(running)
+    feed = AdapterFeed(redis, keys, "", adapters.decode)
+    first, second, plain = [(await feed.fetch("desk", version)).tensors for version in (1, 2, 3)]
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in first.items()), "the mean itself"
+    assert any(not torch.allclose(tensor, first[name], atol=1e-2) for name, tensor in second.items())
 
 
 async def _count(redis: Redis, keys: Keys, count: int) -> bool:

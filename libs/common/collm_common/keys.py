@@ -57,6 +57,10 @@ class Keys(Struct, frozen=True):
         """Hash of one version: manifest and 1 MB chunks of safetensors."""
         return self._key("adapter", name, f"v{version}")
 
+    def server_state(self, job: str, version: int) -> str:
+        """What a job's aggregation remembers beside the version that it made."""
+        return self._key("job", job, f"s{version}")
+
     def job(self, job: str) -> str:
         """Durable state of one federated job."""
         return self._key("job", job)

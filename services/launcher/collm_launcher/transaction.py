@@ -55,6 +55,7 @@ class Transaction:
                     self._pipe.unlink(self._keys.update(self._job.id, round_, client))
             case Forget(version):
                 self._pipe.unlink(self._keys.adapter_version(self._job.adapter, version))
+                self._pipe.unlink(self._keys.server_state(self._job.id, version))
             case Publish(version, before, after):
                 self._publish(version, before, after)
 
@@ -76,6 +77,7 @@ class Transaction:
         if job.ended:
             self._pipe.srem(self._keys.jobs, job.id)
             self._pipe.expire(key, KEEP_ENDED_S)
+            self._pipe.unlink(self._keys.server_state(job.id, job.version))
             self._pipe.hset(self._keys.adapter(job.adapter), "trained_s", self._now)
             return
         self._pipe.sadd(self._keys.jobs, job.id)
@@ -93,6 +95,8 @@ class Transaction:
     def _publish(self, version: int, before: float, after: float) -> None:
         name = self._job.adapter
         published = [*self._published, version]
+        for old in self._published[-1:]:
+            self._pipe.unlink(self._keys.server_state(self._job.id, old))
         for old in published[: -self._keep]:
             self._pipe.unlink(self._keys.adapter_version(name, old))
         kept = ",".join(map(str, published[-self._keep :]))

@@ -52,14 +52,19 @@ def decode(data: bytes, about: AdapterManifest) -> dict[str, torch.Tensor]:
     """Float32 tensors; AdapterError names what does not hold: digest, format, values, shapes or modules."""
     if hashlib.sha256(data).hexdigest() != about.sha256:
         raise AdapterError(f"adapter {about.name}@v{about.version}: the bytes do not have the manifest's sha256")
-    try:
-        tensors = {name: tensor.float() for name, tensor in load_tensors(data).items()}
-    except SafetensorError as error:
-        raise AdapterError(f"adapter {about.name}@v{about.version}: {error}") from error
+    tensors = tensors_of(data)
     for name, tensor in tensors.items():
         _check(name, tensor, about)
     _check_pairs(tensors)
     return tensors
+
+
+def tensors_of(data: bytes) -> dict[str, torch.Tensor]:
+    """Float32 tensors of safetensors bytes. Raises AdapterError."""
+    try:
+        return {name: tensor.float() for name, tensor in load_tensors(data).items()}
+    except SafetensorError as error:
+        raise AdapterError(f"no safetensors: {error}") from error
 
 
 def _check(name: str, tensor: torch.Tensor, about: AdapterManifest) -> None:

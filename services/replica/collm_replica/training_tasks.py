@@ -31,11 +31,11 @@ from collm_replica import adapters
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import Finished, Snapshot, ToSupervisor, Training
 from collm_replica.exchange import PATIENCE_S, Exchange
-from collm_replica.finetune.aggregation import aggregate
+from collm_replica.finetune.aggregation import Plan, aggregate
 from collm_replica.finetune.trainer import StepReport, Trainer
 from collm_replica.settings import ReplicaSettings
 from collm_replica.sm_share import sm_share
-from collm_replica.tasks import Task, failed
+from collm_replica.tasks import MAX_REASON, Task, failed
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class TrainingTasks:
 
     async def _train(self, task: TrainRound) -> None:
         await self._refresh_data(task.hyper)
-        start = (await self._feed.fetch(task.adapter, task.start)).tensors if task.start else None
+        start = await self._stored(task.adapter, task.start)
         best = await self._measure(task.adapter, task.start, task.hyper) if task.hyper.snapshot_steps else None
         await asyncio.to_thread(self.trainer.start_round, task, start)
         losses: list[float] = []
@@ -193,7 +193,7 @@ class TrainingTasks:
         return quality
 
     async def _upload(self, task: TrainRound, losses: list[float], noise_scale: float | None) -> None:
-        await self._exchange.give(task, self.trainer.tensors(), self.trainer.samples_seen)
+        await self._exchange.give(task, self.trainer.tensors(), self.trainer.samples_seen, self.trainer.steps_done)
         event = UpdateUploaded(
             job=task.job,
             round=task.round,
@@ -207,15 +207,21 @@ class TrainingTasks:
         await self._announce(event, task.job)
 
     async def _aggregate(self, task: Aggregate) -> None:
-        updates = await self._exchange.take(task)
-        result = await asyncio.to_thread(aggregate, task.strategy, updates, task.hyper.rank)
-        await self._exchange.store(task, result.tensors)
+        updates, refused = await self._exchange.take(task)
+        start = await self._stored(task.adapter, task.parent)
+        if start is None:
+            start = await asyncio.to_thread(self.trainer.fresh, task.hyper, task.seed)
+        state = await self._exchange.state(task)
+        plan = Plan(task.strategy, task.hyper.rank, task.hyper.alpha / task.hyper.rank, task.rates)
+        result = await asyncio.to_thread(aggregate, plan, start, updates, state, refused)
+        await self._exchange.store(task, result.tensors, result.state)
         event = Aggregated(
             job=task.job,
             round=task.round,
             adapter=task.adapter,
             version=task.version,
             residual=result.residual,
+            refused={client: reason[:MAX_REASON] for client, reason in result.refused.items()},
             time_s=self.clock.now(),
         )
         await self._announce(event, task.job)
@@ -224,11 +230,15 @@ class TrainingTasks:
         """Held-out cross-entropy of a version on this replica's data, measured once as long as the data stay."""
         await self._refresh_data(hyper)
         if (adapter, version) not in self._measured:
-            tensors = (await self._feed.fetch(adapter, version)).tensors if version else None
+            tensors = await self._stored(adapter, version)
             quality = await asyncio.to_thread(self.trainer.evaluate_stored, tensors, hyper)
             self.progress += 1
             self._measured[adapter, version] = quality
         return self._measured[adapter, version]
+
+    async def _stored(self, adapter: str, version: int) -> adapters.Tensors | None:
+        """None for version 0, the base model."""
+        return (await self._feed.fetch(adapter, version)).tensors if version else None
 
     async def _refresh_data(self, hyper: messages.Hyperparams) -> None:
         if await asyncio.to_thread(self.trainer.load_data, Path(self.settings.data_dir), hyper):

@@ -22,6 +22,7 @@ from collm_common.messages.control import (
     LoadAdapter,
     PauseTraining,
     ResumeTraining,
+    ServerRates,
     StopTraining,
     TrainRound,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "RequestId",
     "ResumeTraining",
     "Served",
+    "ServerRates",
     "StateChanged",
     "StopTraining",
     "TaskFailed",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 
 from collm_common.messages.base import Message, RequestId
-from collm_common.types import BatchSizes, Count, Name, Positive
+from collm_common.types import BatchSizes, Count, Fraction, Name, Positive, Strategy
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -33,7 +34,10 @@ class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
 
 
 class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
-    """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps."""
+    """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps.
+
+    `proximal` is mu of FedProx: the loss gains mu / 2 |x - start|^2.
+    """
 
     rank: Annotated[int, Meta(ge=1, le=1024)] = 8
     alpha: Positive = 16.0
@@ -43,6 +47,20 @@ class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=8)] = 256
     snapshot_steps: Count = 0
     heldout_samples: Annotated[int, Meta(ge=1)] = 8
+    proximal: Annotated[float, Meta(ge=0)] = 0.0
+
+    def at_rank(self, rank: int) -> Hyperparams:
+        """The same at another rank: alpha follows, so that the scale stays."""
+        return msgspec.structs.replace(self, rank=rank, alpha=self.alpha * rank / self.rank)
+
+
+class ServerRates(Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast fedavgm (`momentum`) and fedadam (all) move; without a `learning_rate` 1 and 0.01."""
+
+    learning_rate: Positive | None = None
+    momentum: Fraction = 0.9
+    beta2: Fraction = 0.99
+    tau: Positive = 1e-3
 
 
 class TrainRound(Message, frozen=True, kw_only=True, tag="train_round"):
@@ -65,7 +83,10 @@ class TrainRound(Message, frozen=True, kw_only=True, tag="train_round"):
 
 
 class Aggregate(Message, frozen=True, kw_only=True, tag="aggregate"):
-    """For the server replica: combine the clients' updates into `version`, a candidate until it is published."""
+    """For the server replica: combine the clients' updates of `parent` into `version`, a candidate until published.
+
+    `seed` is the job's: it makes the fresh weights that version 0 stands for.
+    """
 
     job: Name
     round: Annotated[int, Meta(ge=1)]
@@ -73,7 +94,9 @@ class Aggregate(Message, frozen=True, kw_only=True, tag="aggregate"):
     version: Annotated[int, Meta(ge=1)]
     parent: Count
     clients: tuple[Name, ...]
-    strategy: str = "fedavg"
+    strategy: Strategy = "fedavg"
+    rates: ServerRates = ServerRates()
+    seed: Count = 0
     hyper: Hyperparams
     deadline_s: float
 

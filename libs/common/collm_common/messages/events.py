@@ -63,13 +63,17 @@ class UpdateUploaded(Message, frozen=True, kw_only=True, tag="update_uploaded"):
 
 
 class Aggregated(Message, frozen=True, kw_only=True, tag="aggregated"):
-    """The server stored a candidate version. `residual` is the relative Frobenius norm lost to the rank."""
+    """The server stored a candidate version. `residual` is the relative Frobenius norm lost to the rank.
+
+    `refused` maps clients whose update could not be used to the reason.
+    """
 
     job: Name
     round: Annotated[int, Meta(ge=1)]
     adapter: Name
     version: Annotated[int, Meta(ge=1)]
     residual: float
+    refused: dict[Name, str] = {}
     time_s: float
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from collm_common.messages import Control, Event, Hyperparams
-from collm_common.types import AtLeastOne, BatchSizes, Count, Positive, Quality, ReplicaState
+from collm_common.messages import Control, Event, Hyperparams, ServerRates
+from collm_common.types import AtLeastOne, BatchSizes, Count, Positive, Quality, ReplicaState, Strategy
 
 
 class Phase(StrEnum):
@@ -25,12 +25,14 @@ class Phase(StrEnum):
 class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     """What the operator sets for all jobs. Seconds are per phase; `max_rejected` rounds in a row end the job.
 
+    `strategy` and `rates` say how updates are combined; fedprox needs `hyper.proximal` above 0.
     A client leaves after `patience` rounds without a relative fall of its loss by `min_fall` (0: it never does).
     """
 
     rounds: AtLeastOne = 3
     steps: AtLeastOne = 50
-    strategy: Literal["fedavg", "product"] = "fedavg"
+    strategy: Strategy = "fedavg"
+    rates: ServerRates = ServerRates()
     quorum: AtLeastOne = 2
     min_clients: AtLeastOne = 3
     form_s: Positive = 30.0
@@ -41,6 +43,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     min_fall: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     max_rejected: AtLeastOne = 2
     hyper: Hyperparams = Hyperparams()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.strategy == "fedprox" and self.hyper.proximal == 0:
+            raise ValueError("strategy fedprox needs hyper.proximal above 0")
 
 
 class Client(Struct):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from collm_common.messages import Aggregate, Evaluate, JobChanged, LoadAdapter, StopTraining, TrainRound
 from collm_common.types import BatchSizes, ReplicaState
 from collm_launcher.policy.gate import compare, passes, score, stop_early
@@ -67,10 +69,23 @@ def aggregate(job: Job, now: float) -> list[Action]:
         parent=job.version,
         clients=tuple(sorted(job.uploads)),
         strategy=job.rules.strategy,
+        rates=job.rules.rates,
+        seed=job.seed,
         hyper=job.rules.hyper,
         deadline_s=job.deadline_s,
     )
     return [announce(job, now, f"{len(job.uploads)} updates on {job.server}"), Send(job.server, command)]
+
+
+def refuse(job: Job, now: float, refused: Mapping[str, str]) -> list[Action]:
+    """Updates that the server could not use do not count: the round goes on with the rest, if it is a quorum."""
+    said: list[Action] = []
+    for id_, reason in sorted(refused.items()):
+        if job.uploads.pop(id_, None) is not None:
+            said.append(announce(job, now, f"the update of {id_} is refused: {reason}"))
+    if len(job.uploads) < job.quorum:
+        return [*said, *discard(job, now, f"{len(job.uploads)} updates could be used, {job.quorum} are needed")]
+    return [*said, *evaluate(job, now)]
 
 
 def another_server(job: Job, now: float) -> list[Action]:

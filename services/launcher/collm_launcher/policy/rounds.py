@@ -27,9 +27,9 @@ from collm_launcher.policy.phases import (
     another_server,
     clean,
     end,
-    evaluate,
     judge,
     judge_if_complete,
+    refuse,
     train,
     train_if_formed,
 )
@@ -82,7 +82,7 @@ def on_event(job: Job, now: float, event: object) -> list[Action]:
         case UpdateUploaded(job=job.id, round=job.round) if job.phase is Phase.TRAINING:
             return _uploaded(job, now, event)
         case Aggregated(job=job.id, version=job.candidate) if job.phase is Phase.AGGREGATING:
-            return evaluate(job, now)
+            return refuse(job, now, event.refused)
         case Aggregated(job=job.id) if event.version in job.abandoned:
             return [Forget(event.version)]
         case Evaluated(job=job.id) if event.replica in job.clients:

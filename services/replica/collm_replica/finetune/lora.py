@@ -56,14 +56,15 @@ class Lora:
                 raise AdapterError(f"{name} is {tuple(tensors[name].shape)}, must be {tuple(parameter.shape)}")
             parameter.data.copy_(tensors[name])
 
-    def reset(self, seed: int) -> None:
-        """Fresh weights that depend on the seed alone: A as PEFT draws it, B zero, so that it begins as the base."""
+    def fresh(self, seed: int) -> dict[str, torch.Tensor]:
+        """Weights that depend on the seed alone: A as PEFT draws it, B zero, so that they begin as the base."""
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self._named():
-            if ".lora_B." in name:
-                parameter.data.zero_()
-            else:
-                parameter.data.copy_(fresh_a(parameter.shape[0], parameter.shape[1], generator))
+        return {
+            name: torch.zeros(parameter.shape)
+            if ".lora_B." in name
+            else fresh_a(parameter.shape[0], parameter.shape[1], generator)
+            for name, parameter in self._named()
+        }
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.model.named_parameters():

@@ -18,6 +18,7 @@ from collm_common.types import Quality
 from collm_replica.finetune.gradients import GradientSum, square
 from collm_replica.finetune.lora import Lora
 from collm_replica.finetune.loss import answer_loss, quality
+from collm_replica.finetune.lowrank import at_rank, rank
 from collm_replica.finetune.noise import MicroGradient, NoiseScale
 from collm_replica.finetune.samples import Dataset, Sample, build, collate, draws, read_folder
 
@@ -82,13 +83,11 @@ class Trainer:
     def start_round(self, task: TrainRound, start: Mapping[str, torch.Tensor] | None) -> None:
         """Begin at `start`, or (None) at fresh weights that `task.seed` makes equal on all clients."""
         lora = self._adapter(task.hyper)
-        if start is None:
-            lora.reset(task.seed)
-        else:
-            lora.load(start)
+        lora.load(lora.fresh(task.seed) if start is None else at_rank(start, task.hyper.rank))
         self._task = task
         self._optimizer = torch.optim.AdamW(lora.parameters, lr=task.hyper.learning_rate, weight_decay=0.0)
         self._draws = draws(self.data.train, task.seed + task.round)
+        self._anchor = [parameter.detach().clone() for parameter in lora.parameters] if task.hyper.proximal else []
         self._step = self.samples_seen = 0
         self._previous: tuple[MicroGradient, list[torch.Tensor]] | None = None
         self.noise = NoiseScale()
@@ -117,6 +116,10 @@ class Trainer:
         self.samples_seen += len(samples)
         return self._optimise() if len(self._durations) == self._task.hyper.accumulation else None
 
+    def fresh(self, hyper: Hyperparams, seed: int) -> dict[str, torch.Tensor]:
+        """The weights that version 0 stands for in a job with this seed."""
+        return self._adapter(hyper).fresh(seed)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The adapter as it is now, float32 copies on the CPU under PEFT's saved names."""
         return self._lora.tensors()
@@ -128,8 +131,8 @@ class Trainer:
         return self._quality()
 
     def evaluate_stored(self, tensors: Mapping[str, torch.Tensor] | None, hyper: Hyperparams) -> Quality:
-        """The same under other tensors (None: the base model); what is being trained stays as it is."""
-        lora = self._adapter(hyper)
+        """The same under other tensors (None: the base model); what is being trained stays, at its own rank."""
+        lora = self._adapter(hyper if tensors is None else hyper.at_rank(rank(tensors)))
         if tensors is None:
             with lora.model.disable_adapter():
                 return self._quality()
@@ -141,6 +144,11 @@ class Trainer:
             lora.load(kept)
 
     # --- inside
+
+    @property
+    def steps_done(self) -> int:
+        """Optimiser steps of this round so far."""
+        return self._step
 
     @property
     def _lora(self) -> Lora:
@@ -189,6 +197,9 @@ class Trainer:
         self._measure_noise(gradient, mean_square)
         for parameter, own in zip(self._lora.parameters, gradient, strict=True):
             parameter.grad = own
+        for parameter, anchor in zip(self._lora.parameters, self._anchor, strict=bool(self._anchor)):
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter.detach() - anchor, alpha=self._task.hyper.proximal)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._task, self._step)
         self._optimizer.step()
