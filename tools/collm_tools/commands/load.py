@@ -31,8 +31,8 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Offer requests in an open loop; report latency, goodput and attainment over all of them.",
     )
     _target_options(parser.add_argument_group("what to ask"))
-    _arrival_options(parser.add_argument_group("when requests arrive"))
-    _slo_options(parser.add_argument_group("objective (all given limits must hold)"))
+    arrival_options(parser.add_argument_group("when requests arrive"))
+    slo_options(parser.add_argument_group("objective (all given limits must hold)"))
     out = parser.add_argument_group("results")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the summary and every record")
     out.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as PNG")
@@ -54,7 +54,8 @@ def _target_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-in-flight", type=at_least_one, default=1000, help="more are not sent and count as failed")
 
 
-def _arrival_options(group: argparse._ArgumentGroup) -> None:
+def arrival_options(group: argparse._ArgumentGroup) -> None:
+    """Which arrivals to play; read by `arrivals`."""
     group.add_argument("--trace", type=Path, metavar="FILE", help="Azure .csv or Mooncake .jsonl")
     group.add_argument("--arrivals", choices=("poisson", "gamma", "onoff"), default="poisson", help="without a trace")
     group.add_argument("--rate", type=positive, default=1.0, metavar="R", help="requests/s (default %(default)g)")
@@ -68,7 +69,8 @@ def _arrival_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0)
 
 
-def _slo_options(group: argparse._ArgumentGroup) -> None:
+def slo_options(group: argparse._ArgumentGroup) -> None:
+    """Limits of the objective; read by `slo_of`."""
     group.add_argument("--slo-ttft", type=positive, metavar="MS", help="time to first token")
     group.add_argument("--slo-tpot", type=positive, metavar="MS", help="time per output token after the first")
     group.add_argument("--slo-e2e", type=positive, metavar="MS", help="end to end")

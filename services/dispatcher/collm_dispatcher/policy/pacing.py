@@ -6,12 +6,12 @@ sent lambda = b* / S(b*) requests a second; by Little's law that keeps b* of the
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from collm_common.types import Slo
+from collm_dispatcher.policy.rooms import Rooms
 
 StepTime = Callable[[int], float]
 """T_infer(b): seconds of one engine iteration with b running sequences."""
@@ -105,15 +105,10 @@ def deal(rooms: Sequence[Room], count: int) -> list[str]:
 
     Ties go to the earlier in `rooms`; the list is shorter than `count` where the room ends.
     """
-    heap = [
-        (room.in_flight / room.b, rank, room.in_flight) for rank, room in enumerate(rooms) if room.in_flight < room.b
-    ]
-    heapq.heapify(heap)
+    pool = Rooms()
+    for rank, room in enumerate(rooms):
+        pool.set(room.id, rank, room.b, room.in_flight)
     dealt: list[str] = []
-    while heap and len(dealt) < count:
-        _, rank, in_flight = heapq.heappop(heap)
-        room = rooms[rank]
-        dealt.append(room.id)
-        if in_flight + 1 < room.b:
-            heapq.heappush(heap, ((in_flight + 1) / room.b, rank, in_flight + 1))
+    while len(dealt) < count and (id_ := pool.take()) is not None:
+        dealt.append(id_)
     return dealt

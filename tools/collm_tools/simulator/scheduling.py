@@ -1,0 +1,70 @@
+"""What decides in a simulated cell: the live policy and its rivals behind one interface, events in, moves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from collm_common.types import ReplicaState
+from collm_tools.simulator.request import SimRequest
+
+
+class Moves(Struct):
+    """What to do now, in this order; replicas by their ids. `migrate` moves what waits from the first to the second.
+
+    `preempt` gives back the running batch of a replica to its scheduler (`preempted`); the rest is for replicas.
+    """
+
+    preempt: Sequence[str] = ()
+    migrate: Sequence[tuple[SimRequest, str, str]] = ()
+    release: Sequence[tuple[SimRequest, str]] = ()
+    refuse: Sequence[SimRequest] = ()
+    promote: Sequence[str] = ()
+    pause: Sequence[str] = ()
+    resume: Sequence[str] = ()
+
+
+NOTHING = Moves()
+
+
+class View(Protocol):
+    """What a scheduler may see of a replica: nothing of what it will only know at the end."""
+
+    id: str
+    state: ReplicaState
+    quality: float
+    b: int
+    most: int
+    train: int
+
+    @property
+    def in_flight(self) -> int:
+        """All that was sent there and has not ended."""
+
+    @property
+    def running(self) -> int:
+        """Sequences in the batch."""
+
+    @property
+    def waiting(self) -> list[SimRequest]:
+        """What was sent there and does not run yet."""
+
+
+class Scheduler(Protocol):
+    """Decides; a tick comes every `every_s`."""
+
+    every_s: float
+
+    def arrived(self, now: float, request: SimRequest) -> Moves:
+        """A request is here."""
+
+    def ended(self, now: float, requests: Sequence[SimRequest]) -> Moves:
+        """These were completed or refused on their replica."""
+
+    def preempted(self, now: float, requests: Sequence[SimRequest]) -> None:
+        """These were thrown out on its own order and are its again."""
+
+    def tick(self, now: float) -> Moves:
+        """Time passes."""
