@@ -51,7 +51,12 @@ def read_text(**fields: Any) -> CompletionBody:
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"tools": [{}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": "json"}, "response_format"),
         ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
@@ -134,6 +139,15 @@ def test_sampling_fields_arrive() -> None:
     assert read_chat(top_k=-1).sampling(1, None).top_k == 0
 
 
+def test_a_response_format_is_a_schema() -> None:
+    """A schema that is read and forgotten, or one for free text."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    assert json.loads(read_chat(response_format=named).sampling(6, None).json_schema) == schema
+    assert read_chat(response_format={"type": "json_object"}).sampling(6, None).json_schema == '{"type":"object"}'
+    assert read_text(response_format={"type": "text"}).sampling(6, None).json_schema == ""
+
+
 def test_without_a_seed_two_requests_differ() -> None:
     """Every answer the same at temperature 1."""
     assert read_chat().sampling(1, None).seed != read_chat().sampling(1, None).seed
@@ -161,6 +175,13 @@ def test_content_may_be_text_parts_or_nothing() -> None:
         ({"logit_bias": {"one": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 10: 1}}, "logit_bias"),
         ({"min_tokens": 7}, "min_tokens"),
+        ({"min_tokens": 1, "response_format": {"type": "json_object"}}, "min_tokens"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * 70_000}}}},
+            "response_format.json_schema.schema",
+        ),
     ],
 )
 def test_fields_that_contradict_are_named(fields: dict[str, Any], param: str) -> None:

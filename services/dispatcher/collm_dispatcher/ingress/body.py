@@ -20,6 +20,7 @@ Alternatives = Annotated[int, Meta(ge=0, le=20)]
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 SEEDS = 2**63
 MAX_CHOICES = 128
+MAX_SCHEMA = 65_536
 
 
 class StreamOptions(Struct):
@@ -35,6 +36,38 @@ class SloLimits(Struct, forbid_unknown_fields=True):
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     e2e_ms: Milliseconds | None = None
+
+
+class NamedSchema(Struct):
+    """A JSON schema; `strict` needs no saying, for every answer follows its schema."""
+
+    schema: dict[str, Any]
+    name: Annotated[str, Meta(max_length=64)] = ""
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """What an answer looks like: free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @property
+    def schema(self) -> str:
+        """As the replica takes it, "" for free text. Raises InvalidRequest."""
+        if self.type == "text":
+            return ""
+        if self.type == "json_object":
+            return '{"type":"object"}'
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema: is missing", param="response_format.json_schema")
+        text = msgspec.json.encode(self.json_schema.schema).decode()
+        if len(text) > MAX_SCHEMA:
+            raise InvalidRequest(
+                f"response_format: the schema has {len(text)} characters, the limit is {MAX_SCHEMA}",
+                param="response_format.json_schema.schema",
+            )
+        return text
 
 
 class Part(Struct):
@@ -80,6 +113,7 @@ class Body(Struct, kw_only=True):
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Token], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
     reference: str | None = None
     slo: str | SloLimits | None = None
 
@@ -111,7 +145,15 @@ class Body(Struct, kw_only=True):
             ignore_eos=bool(self.ignore_eos),
             min_tokens=min_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
+            json_schema=self._schema(),
         )
+
+    def _schema(self) -> str:
+        schema = self.response_format.schema if self.response_format is not None else ""
+        for name in ("ignore_eos", "min_tokens"):
+            if schema and getattr(self, name):
+                raise InvalidRequest(f"{name} cannot be combined with a response_format that ends", param=name)
+        return schema
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         biases = self.logit_bias or {}

@@ -16,7 +16,6 @@ NEITHER: Neutral = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "bad_words": ([],),

@@ -84,7 +84,7 @@ class TorchBackend:
         for chunk, count in zip(chunks, rows, strict=True):
             if chunk.samples:
                 output = chunk.sequence.output
-                draws.append(Draw(chunk.sequence.request.sampling, len(output.tokens), output.edits))
+                draws.append(Draw(chunk.sequence.request.sampling, len(output.tokens), output.edits, output.allowed))
                 places.append(at)
             at += count
         if not draws:

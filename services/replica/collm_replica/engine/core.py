@@ -12,6 +12,7 @@ from collm_common.types import AdapterRef, Quality
 from collm_replica.engine import admission
 from collm_replica.engine.adapters import BASE_VERSION, AdapterTable
 from collm_replica.engine.config import EngineConfig
+from collm_replica.engine.guide import Guides, unguided
 from collm_replica.engine.kv import BlockPool
 from collm_replica.engine.output import Output
 from collm_replica.engine.protocol import Backend, Broken, Outcome, Sampled, Scored, StepResult, Tensors
@@ -39,6 +40,7 @@ class EngineCore:
         blocks: int,
         config: EngineConfig,
         clock: Callable[[], float],
+        guides: Guides = unguided,
     ) -> None:
         self.config = config
         self._backend = backend
@@ -46,6 +48,7 @@ class EngineCore:
         self._eos = eos
         self._vocabulary = vocabulary
         self._clock = clock
+        self._guides = guides
         self._scheduler = Scheduler(BlockPool(blocks, config.block_tokens), config.step_tokens, config.max_batch)
         self._adapters = AdapterTable(config.slots)
         self._live: dict[str, Running] = {}
@@ -91,15 +94,17 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; a newer attempt of a live one replaces it, another is ignored.
 
-        Raises InvalidRequest (too long, tokens outside the vocabulary), UnknownModel (adapter or version not here) and
-        Overloaded (`max_waiting` wait).
+        Raises InvalidRequest (too long, tokens outside the vocabulary, a schema that cannot be followed),
+        UnknownModel (adapter or version not here) and Overloaded (`max_waiting` wait).
         """
         before = self._live.get(request.id)
         if before is not None and before.request.attempt >= request.attempt:
             return
         admission.check(request, self._vocabulary, self.config.context_tokens)
         admission.check_room(self.waiting, self.config.max_waiting)
-        output = Output(request.sampling, self._eos, self._decode, request.prefix)
+        sampling = request.sampling
+        guide = self._guides(sampling.json_schema) if sampling.json_schema else None
+        output = Output(sampling, self._eos, self._decode, request.prefix, guide)
         sequence = Running(request, self._order, output, Timings(self._clock()))
         if request.version is not None:
             sequence.pin = self._adapters.pin(request.adapter, request.version)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collm_replica.engine.backend import TorchBackend
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.core import EngineCore
+from collm_replica.engine.grammar import guides
 
 
 class Engine(EngineCore):
@@ -29,7 +30,9 @@ class Engine(EngineCore):
             return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
         eos = end_tokens(model, tokenizer)
-        super().__init__(backend, decode, eos, model.config.vocab_size, backend.blocks, config, clock)
+        vocabulary = model.config.vocab_size
+        guided = guides(tokenizer, vocabulary, eos)
+        super().__init__(backend, decode, eos, vocabulary, backend.blocks, config, clock, guided)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

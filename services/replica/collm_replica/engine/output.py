@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from collm_common.types import SamplingParams
 from collm_replica.engine.detokenizer import Detokenizer
 from collm_replica.engine.edits import LogitEdits
+from collm_replica.engine.guide import Guide
 from collm_replica.engine.stops import StopFinder
 
 
@@ -14,10 +15,17 @@ class Output:
     """The answer of one request: `tokens` so far (prefix included) and why it ended, if it did."""
 
     def __init__(
-        self, params: SamplingParams, eos: frozenset[int], decode: Callable[[Sequence[int]], str], prefix: Sequence[int]
+        self,
+        params: SamplingParams,
+        eos: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        prefix: Sequence[int],
+        guide: Guide | None = None,
     ) -> None:
+        """Raises InternalError if the prefix does not follow the guide."""
         self._params = params
         self._ends = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else eos)
+        self._guide = guide
         self._edits = LogitEdits(params, self._ends)
         self._detokenizer = Detokenizer(decode)
         self._stops = StopFinder(params.stop)
@@ -31,6 +39,8 @@ class Output:
         """Take one more token; returns the text that is now certain, and sets `finish` (stop or length)."""
         self.tokens.append(token)
         self._edits.push(token)
+        if self._guide is not None:
+            self._guide.push(token)
         if token in self._ends:
             self.finish = "stop"
             return self._end()
@@ -48,6 +58,11 @@ class Output:
     def edits(self) -> dict[int, float]:
         """What is added to the logits of the next token."""
         return self._edits.at(len(self.tokens))
+
+    @property
+    def allowed(self) -> bytes | None:
+        """Which tokens may come next, one bit each; None: every one."""
+        return None if self._guide is None else self._guide.allowed()
 
     def _end(self) -> str:
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

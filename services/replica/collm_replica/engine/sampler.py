@@ -18,12 +18,14 @@ _MASK = 2**64 - 1
 class Draw:
     """What one row of logits is sampled with; `position` counts the answer's tokens before this one.
 
-    `edits` (token -> what is added to its logit) come before everything else.
+    `edits` (token -> what is added to its logit) come before everything else; only tokens whose bit is set in
+    `allowed`, 32-bit words with the lowest token in the lowest bit, can be drawn.
     """
 
     params: SamplingParams
     position: int
     edits: Mapping[int, float] = field(default_factory=dict)
+    allowed: bytes | None = None
 
     @property
     def uniform(self) -> float:
@@ -41,7 +43,7 @@ def _splitmix(state: int) -> int:
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """One token a row of logits `[n, vocabulary]`; None where logits are not finite."""
-    logits = _edited(logits, draws)
+    logits = _guided(_edited(logits, draws), draws)
     best, tokens = logits.max(dim=-1)
     plain = [i for i, d in enumerate(draws) if d.params.temperature > 0 and not _filtered(d.params)]
     cut = [i for i, d in enumerate(draws) if d.params.temperature > 0 and _filtered(d.params)]
@@ -61,6 +63,19 @@ def _edited(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     rows, tokens = torch.tensor(places, device=logits.device).unbind(-1)
     values = torch.tensor([value for draw in draws for value in draw.edits.values()], device=logits.device)
     return logits.float().index_put((rows, tokens), values, accumulate=True)
+
+
+def _guided(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The logits without the tokens that are not allowed; the same tensor when all are."""
+    masks = [(row, draw.allowed) for row, draw in enumerate(draws) if draw.allowed is not None]
+    if not masks:
+        return logits
+    packed = torch.frombuffer(bytearray(b"".join(mask for _, mask in masks)), dtype=torch.uint8)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (packed.to(logits.device).view(len(masks), -1, 1) >> bits & 1).bool().flatten(1)
+    rows = torch.tensor([row for row, _ in masks], device=logits.device)
+    kept = logits[rows].masked_fill(~allowed[:, : logits.shape[-1]], -torch.inf)
+    return logits.index_put((rows,), kept)
 
 
 def _filtered(params: SamplingParams) -> bool:
