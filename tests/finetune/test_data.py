@@ -94,6 +94,7 @@ def test_the_prompt_is_masked_and_one_eos_is_kept() -> None:
     assert TOKENIZER.decode(list(samples[2].answer[:-1])) == "long answer"
     assert [sample.answer.count(EOS_ID) for sample in samples] == [1, 1, 1]
     batch = collate(samples, pad=EOS_ID)
+    assert batch.mask.shape == batch.ids.shape
     for row, sample in enumerate(samples):
         learnt = [int(label) for label in batch.labels[row] if label != IGNORED]
         assert tuple(learnt) == sample.answer

@@ -246,10 +246,28 @@ def test_the_learning_rate_warms_up_and_falls_over_the_whole_job() -> None:
     """A schedule that starts anew in every round."""
     hyper = msgspec.structs.replace(HYPER, warmup_steps=4)
     tasks = [round_(steps=8, hyper=hyper, first_step=8 * n, total_steps=24, round=n + 1) for n in range(3)]
-    rates = [learning_rate(task, step) for task in tasks for step in range(8)]
+    rates = [learning_rate(task, step, HYPER.base_samples) for task in tasks for step in range(8)]
     assert rates[:4] == sorted(rates[:4])
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0 < rates[-1] < 0.05 * max(rates) <= 0.05 * HYPER.learning_rate
+
+
+@pytest.mark.parametrize(("samples", "factor"), [(8, 1.0), (32, 2.0), (2, 0.5)])
+def test_the_learning_rate_follows_the_root_of_the_samples_in_a_step(samples: int, factor: float) -> None:
+    """A coordinator's larger B that learns slower, or a linear rule that makes Adam diverge."""
+    assert learning_rate(round_(), 3, samples) == pytest.approx(factor * learning_rate(round_(), 3, 8))
+
+
+def test_a_proximal_term_holds_the_clients_at_their_start(trainer: Trainer, folder: Path) -> None:
+    """FedProx in name alone, or a pull towards zero instead of the global adapter."""
+    start = random_adapter(folder, 4, 8.0, seed=1)
+
+    def distance(proximal: float) -> float:
+        run(trainer, round_(steps=6, hyper=msgspec.structs.replace(HYPER, proximal=proximal)), start)
+        return sum(float((tensor - start[name]).pow(2).sum()) for name, tensor in trainer.tensors().items())
+
+    free, held = distance(0.0), distance(1e3)
+    assert held < 0.8 * free
 
 
 def test_data_are_read_again_only_when_they_change(trainer: Trainer, data: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collm_common.messages import (
     Aggregated,
     Evaluate,
     Evaluated,
+    Hyperparams,
     JobChanged,
     LoadAdapter,
     StateChanged,
@@ -25,6 +26,7 @@ from collm_common.messages import (
 from collm_common.types import BatchSizes, Quality, ReplicaInfo, ReplicaState
 from collm_launcher.policy.gate import compare
 from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Rules, Score, Send
+from collm_launcher.policy.phases import train
 from collm_launcher.policy.rounds import choose, on_event, on_tick, start
 
 RULES = Rules(rounds=2, steps=8, patience=0)
@@ -129,8 +131,8 @@ def of(actions: list[Action], type_: type) -> list[Action]:
 def test_three_idle_replicas_on_the_same_weights_are_needed_to_start() -> None:
     """A job over replicas of different bases, busy ones, or too few."""
     idle = [info(f"r{n}") for n in range(3)]
-    assert [one.id for one in choose(idle, 3)] == ["r0", "r1", "r2"]
-    assert choose(idle[:2], 3) == []
+    assert [one.id for one in choose(idle, RULES)] == ["r0", "r1", "r2"]
+    assert choose(idle[:2], RULES) == []
     for change in (
         {"base_digest": "x"},
         {"ready": False},
@@ -138,7 +140,20 @@ def test_three_idle_replicas_on_the_same_weights_are_needed_to_start() -> None:
         {"job": "k"},
         {"state": ReplicaState.SERVING},
     ):
-        assert choose([*idle[:2], info("r2", **change)], 3) == []
+        assert choose([*idle[:2], info("r2", **change)], RULES) == []
+
+
+def test_a_replica_that_trains_at_a_lower_rank_joins_where_products_are_combined() -> None:
+    """A small replica kept out for nothing, sent what it cannot train, or made to learn at another scale."""
+    members = [info(f"r{n}", train_rank=rank) for n, rank in enumerate((1024, 2, 8))]
+    product = Rules(strategy="product", hyper=Hyperparams(rank=8, alpha=16.0))
+    assert choose(members, RULES) == []
+    assert len(choose(members, product)) == 3
+    job, _ = start("j", 0.0, members, "desk", 0, 1, product, seed=0)
+    sent_out = [action.command for action in train(job, 0.0) if isinstance(action, Send)]
+    hypers = [command.hyper for command in sent_out if isinstance(command, TrainRound)]
+    assert [(hyper.rank, hyper.alpha) for hyper in hypers] == [(8, 16.0), (2, 4.0), (8, 16.0)]
+    assert {command.hyper.rank for command in sent_out if isinstance(command, Evaluate)} == {8}
 
 
 def test_the_best_replica_serves_and_ties_go_by_id() -> None:

@@ -26,6 +26,7 @@ from collm_common.messages import (
     Hyperparams,
     TaskFailed,
     TrainRound,
+    UpdateUploaded,
 )
 from collm_common.types import BatchSizes
 from collm_replica import adapters
@@ -123,6 +124,19 @@ async def test_whatever_fails_a_task_is_told_and_costs_nothing_else(
     assert "line 2" in malformed.reason
     assert isinstance(damaged, TaskFailed)
     assert isinstance(evaluated, Evaluated)
+
+
+async def test_a_slow_client_uploads_what_it_has(redis: Redis, keys: Keys, tasks: TrainingTasks) -> None:
+    """A client whose whole round is thrown away because its last step came too late."""
+    running = asyncio.create_task(tasks.run())
+    tasks.add(msgspec.structs.replace(training("j"), steps=1_000_000, upload_by_s=0.0))
+    await eventually(lambda: _count(redis, keys, 1))
+    await stop_all(running)
+    (done,) = await events(redis, keys)
+    assert isinstance(done, UpdateUploaded)
+    assert done.samples == 1
+    updates, refused = await tasks._exchange.take(aggregation(("r1",)))
+    assert (refused, [update.steps for update in updates]) == ({}, [1])
 
 
 async def upload(

@@ -14,6 +14,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+Rank = Annotated[int, Meta(ge=1, le=1024)]
 Strategy = Literal["fedavg", "fedprox", "fedavgm", "fedadam", "product"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 
@@ -123,7 +124,7 @@ class AdapterManifest(Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     version: Annotated[int, Meta(ge=1)]
     base_digest: str
-    rank: Annotated[int, Meta(ge=1, le=1024)]
+    rank: Rank
     alpha: Positive
     modules: tuple[str, ...]
     sha256: str
@@ -137,7 +138,7 @@ class ReplicaInfo(Struct, frozen=True):
 
     `infer_batch_max` is the engine's hard limit on running sequences; `data_url` is its internal data endpoint;
     `quality` is the launcher's score Q for this replica and model; `job` is "" when it trains nothing; `trainable`
-    says that it can, and has data of its own.
+    says that it can, and has data of its own, at ranks up to `train_rank`.
     """
 
     id: Name
@@ -152,4 +153,5 @@ class ReplicaInfo(Struct, frozen=True):
     quality: float = 1.0
     job: str = ""
     trainable: bool = True
+    train_rank: Rank = 1024
     alive: bool = True

@@ -132,8 +132,8 @@ class Launcher:
             start_from = self.settings.rules.min_clients if self._may_train(model, now) else None
             for move in self._loads.moves(model, self._replicas, start_from):
                 # Idle offers a replica to a job: where none can come, it would only be kept from its requests.
-                falls = move.after is ReplicaState.IDLE
-                if not falls or (start_from is not None and self._replicas[move.replica].trainable):
+                useful = start_from is not None and rounds.able(self._replicas[move.replica], self.settings.rules)
+                if useful or move.after is not ReplicaState.IDLE:
                     await self._move(move, now)
             if start_from is not None:
                 await self._start_job(model, now)
@@ -162,7 +162,7 @@ class Launcher:
 
     def _may_train(self, model: str, now: float) -> bool:
         busy = any(job.model == model for job in self.jobs.values())
-        able = sum(info.model == model and info.trainable for info in self._replicas.values())
+        able = sum(info.model == model and rounds.able(info, self.settings.rules) for info in self._replicas.values())
         free = not busy and now >= self._next_job_s.get(model, 0.0)
         return model in self.settings.adapters and able >= self.settings.rules.min_clients and free
 
@@ -170,7 +170,7 @@ class Launcher:
         since = await self._store.last_event()
         self._replicas = await self._registry.replicas()
         here = [info for info in self._replicas.values() if info.model == model]
-        members = rounds.choose(here, self.settings.rules.min_clients)
+        members = rounds.choose(here, self.settings.rules)
         if not members:
             return
         adapter = self.settings.adapters[model]

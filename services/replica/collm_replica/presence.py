@@ -20,7 +20,17 @@ from collm_replica.settings import ReplicaSettings
 
 log = logging.getLogger(__name__)
 
-OWN = ("incarnation", "ready", "infer_batch_max", "context_tokens", "base_digest", "data_url", "model", "trainable")
+OWN = (
+    "incarnation",
+    "ready",
+    "infer_batch_max",
+    "context_tokens",
+    "base_digest",
+    "data_url",
+    "model",
+    "trainable",
+    "train_rank",
+)
 
 
 class Presence:
@@ -47,6 +57,7 @@ class Presence:
             base_digest=ready.base_digest,
             data_url=data_url,
             trainable=self._trainable(),
+            train_rank=settings.train_rank,
         )
         await patiently(self._start_over if first else self._write, settings.start_timeout_s)
         await self._announce("up", f"incarnation {self.info.incarnation}")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from collm_common.settings import Common
-from collm_common.types import AtLeastOne, Count, Name, Positive, Share
+from collm_common.types import AtLeastOne, Count, Name, Positive, Rank, Share
 
 
 class ReplicaSettings(Common, frozen=True, kw_only=True):
@@ -38,6 +38,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     step_tokens: AtLeastOne = 256
     slots: AtLeastOne = 4
     max_rank: AtLeastOne = 16
+    train_rank: Rank = 1024
     threads: AtLeastOne = 1
     sm_shares: tuple[Share, ...] = ()
     finetune_nice: Annotated[int, Meta(ge=0, le=19)] = 10

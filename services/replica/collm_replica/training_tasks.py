@@ -147,7 +147,7 @@ class TrainingTasks:
         await asyncio.to_thread(self.trainer.start_round, task, start)
         losses: list[float] = []
         report: StepReport | None = None
-        while not self.trainer.done:
+        while not self.trainer.done and not self._late(task):
             await self._yield_point(task)
             await self._set_training(self.trainer.batch)
             step = await asyncio.to_thread(self.trainer.micro_step)
@@ -161,6 +161,10 @@ class TrainingTasks:
                 best = await self._snapshot(task, task.first_step + step.step, best)
         assert report is not None
         await self._upload(task, losses, report.noise_scale)
+
+    def _late(self, task: TrainRound) -> bool:
+        """Whether what is done must do; a client that is merely slow still counts."""
+        return self.trainer.steps_done > 0 and self.clock.now() > task.upload_by_s
 
     async def _yield_point(self, task: TrainRound) -> None:
         """Between two micro-steps: wait while paused, leave when told to, give up at the deadline."""

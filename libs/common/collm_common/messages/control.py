@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from collm_common.messages.base import Message, RequestId
-from collm_common.types import BatchSizes, Count, Fraction, Name, Positive, Strategy
+from collm_common.types import BatchSizes, Count, Fraction, Name, Positive, Rank, Strategy
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -36,12 +36,14 @@ class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
 class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
     """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps.
 
+    `learning_rate` is for optimiser steps of `base_samples` (M0); it follows the root of what a step really has.
     `proximal` is mu of FedProx: the loss gains mu / 2 |x - start|^2.
     """
 
-    rank: Annotated[int, Meta(ge=1, le=1024)] = 8
+    rank: Rank = 8
     alpha: Positive = 16.0
     learning_rate: Positive = 1e-3
+    base_samples: Annotated[int, Meta(ge=1)] = 8
     warmup_steps: Count = 3
     accumulation: Annotated[int, Meta(ge=1)] = 1
     max_tokens: Annotated[int, Meta(ge=8)] = 256
@@ -66,7 +68,8 @@ class ServerRates(Struct, frozen=True, forbid_unknown_fields=True):
 class TrainRound(Message, frozen=True, kw_only=True, tag="train_round"):
     """Train `steps` optimiser steps from `start` (version 0: fresh LoRA weights, equal on all clients by `seed`).
 
-    `first_step` and `total_steps` place the round in the job's learning-rate schedule. Upload by `deadline_s`.
+    `first_step` and `total_steps` place the round in the job's learning-rate schedule. From `upload_by_s` on what is
+    done is uploaded, however little; nothing is taken after `deadline_s`.
     """
 
     job: Name
@@ -79,6 +82,7 @@ class TrainRound(Message, frozen=True, kw_only=True, tag="train_round"):
     total_steps: Annotated[int, Meta(ge=1)]
     hyper: Hyperparams
     seed: Count = 0
+    upload_by_s: float = float("inf")
     deadline_s: float
 
 

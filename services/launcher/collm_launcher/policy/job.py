@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from collm_common.messages import Control, Event, Hyperparams, ServerRates
-from collm_common.types import AtLeastOne, BatchSizes, Count, Positive, Quality, ReplicaState, Strategy
+from collm_common.types import AtLeastOne, BatchSizes, Count, Positive, Quality, Rank, ReplicaState, Share, Strategy
 
 
 class Phase(StrEnum):
@@ -25,7 +25,8 @@ class Phase(StrEnum):
 class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     """What the operator sets for all jobs. Seconds are per phase; `max_rejected` rounds in a row end the job.
 
-    `strategy` and `rates` say how updates are combined; fedprox needs `hyper.proximal` above 0.
+    `strategy` and `rates` say how updates are combined: fedprox needs `hyper.proximal` above 0, product alone takes
+    clients that cannot train at the full rank. A slow client uploads what it has after `upload_share` of `train_s`.
     A client leaves after `patience` rounds without a relative fall of its loss by `min_fall` (0: it never does).
     """
 
@@ -37,12 +38,18 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     min_clients: AtLeastOne = 3
     form_s: Positive = 30.0
     train_s: Positive = 600.0
+    upload_share: Share = 0.9
     aggregate_s: Positive = 60.0
     evaluate_s: Positive = 120.0
     patience: Count = 2
     min_fall: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     max_rejected: AtLeastOne = 2
     hyper: Hyperparams = Hyperparams()
+
+    @property
+    def least_rank(self) -> int:
+        """At which rank a client must be able to train."""
+        return 1 if self.strategy == "product" else self.hyper.rank
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -51,9 +58,10 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Client(Struct):
-    """A member of the job. `expected` is false once its update of this round will not come."""
+    """A member of the job, training at `rank`. `expected` is false once its update of this round will not come."""
 
     quality: float
+    rank: Rank
     joined: bool = False
     expected: bool = True
     losses: list[float] = field(default_factory=list)

@@ -39,8 +39,9 @@ def train(job: Job, now: float) -> list[Action]:
             steps=rules.steps,
             first_step=(job.round - 1) * rules.steps,
             total_steps=rules.rounds * rules.steps,
-            hyper=rules.hyper,
+            hyper=rules.hyper.at_rank(client.rank),
             seed=job.seed,
+            upload_by_s=now + rules.upload_share * rules.train_s,
             deadline_s=job.deadline_s,
         )
         actions.append(Send(id_, command))

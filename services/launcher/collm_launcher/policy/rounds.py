@@ -35,14 +35,20 @@ from collm_launcher.policy.phases import (
 )
 
 
-def choose(idle: Collection[ReplicaInfo], min_clients: int) -> list[ReplicaInfo]:
+def choose(idle: Collection[ReplicaInfo], rules: Rules) -> list[ReplicaInfo]:
     """The largest group of ready idle replicas on the same weights, if it has `min_clients`; else nobody."""
     groups: dict[str, list[ReplicaInfo]] = {}
     for info in sorted(idle, key=lambda info: info.id):
-        if info.ready and info.alive and info.trainable and info.state is ReplicaState.IDLE and not info.job:
+        free = info.ready and info.alive and info.state is ReplicaState.IDLE and not info.job
+        if free and able(info, rules):
             groups.setdefault(info.base_digest, []).append(info)
     best = max(groups.values(), key=len, default=[])
-    return best if len(best) >= min_clients else []
+    return best if len(best) >= rules.min_clients else []
+
+
+def able(info: ReplicaInfo, rules: Rules) -> bool:
+    """Whether a replica could train in a job of these rules."""
+    return info.trainable and info.train_rank >= rules.least_rank
 
 
 def start(
@@ -62,7 +68,10 @@ def start(
         model=server.model,
         adapter=adapter,
         server=server.id,
-        clients={info.id: Client(info.quality) for info in sorted(members, key=lambda info: info.id)},
+        clients={
+            info.id: Client(info.quality, min(rules.hyper.rank, info.train_rank))
+            for info in sorted(members, key=lambda info: info.id)
+        },
         version=version,
         next_version=next_version,
         rules=rules,

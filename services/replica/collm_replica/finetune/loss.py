@@ -17,12 +17,14 @@ EVALUATION_BATCH = 4
 
 def answer_loss(model: Any, batch: Batch, device: torch.device) -> tuple[torch.Tensor, int]:
     """Summed cross-entropy (nats) of the answer tokens, and how many there are. A first token has no prediction."""
-    first = max(1, int((batch.labels != IGNORED).any(0).nonzero()[0]))
-    labels = batch.labels[:, first:]
+    following = batch.labels[:, 1:]
+    predicting = (following != IGNORED).any(0).nonzero()[:, 0]
+    labels = following[:, predicting]
     output = model(
         input_ids=batch.ids.to(device),
+        position_ids=batch.positions.to(device),
         attention_mask=batch.mask.to(device),
-        logits_to_keep=torch.arange(first - 1, batch.ids.shape[1] - 1, device=device),
+        logits_to_keep=predicting.to(device),
         use_cache=False,
     )
     logits = output.logits.flatten(0, 1).float()
@@ -31,13 +33,13 @@ def answer_loss(model: Any, batch: Batch, device: torch.device) -> tuple[torch.T
 
 
 @torch.no_grad()
-def quality(model: Any, samples: Sequence[Sample], pad: int, device: torch.device) -> Quality:
+def quality(model: Any, samples: Sequence[Sample], pad: int, device: torch.device, pack: bool = False) -> Quality:
     """Token-level cross-entropy (nats) of all answers, in small batches. Raises DataError without samples."""
     if not samples:
         raise DataError("no held-out samples to measure on")
     model.eval()
     total, tokens = 0.0, 0
     for start in range(0, len(samples), EVALUATION_BATCH):
-        loss, count = answer_loss(model, collate(samples[start : start + EVALUATION_BATCH], pad), device)
+        loss, count = answer_loss(model, collate(samples[start : start + EVALUATION_BATCH], pad, pack), device)
         total, tokens = total + float(loss), tokens + count
     return Quality(total / tokens, tokens)

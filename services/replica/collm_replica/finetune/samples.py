@@ -40,9 +40,13 @@ class Dataset(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """Tensors of shape [B, T], padded at the end; labels are IGNORED except on answer tokens."""
+    """Tensors of shape [rows, T], padded at the end; labels are IGNORED except on answer tokens.
+
+    Where a row holds several samples, `mask` is [rows, 1, T, T]: what each position may look at. Else it is [rows, T].
+    """
 
     ids: torch.Tensor
+    positions: torch.Tensor
     mask: torch.Tensor
     labels: torch.Tensor
 
@@ -105,18 +109,52 @@ def draws(samples: Sequence[Sample], seed: int) -> Iterator[Sample]:
         epoch += 1
 
 
-def collate(samples: Sequence[Sample], pad: int) -> Batch:
-    """Pads by length: `pad` may be the EOS, which stays in the loss where it ends an answer."""
-    longest = max(len(sample.prompt) + len(sample.answer) for sample in samples)
-    ids = torch.full((len(samples), longest), pad, dtype=torch.long)
-    labels = torch.full_like(ids, IGNORED)
-    mask = torch.zeros_like(ids)
-    for row, sample in enumerate(samples):
-        start, end = len(sample.prompt), len(sample.prompt) + len(sample.answer)
-        ids[row, :end] = torch.tensor(sample.prompt + sample.answer)
-        labels[row, start:end] = torch.tensor(sample.answer)
-        mask[row, :end] = 1
-    return Batch(ids, mask, labels)
+def collate(samples: Sequence[Sample], pad: int, pack: bool = False) -> Batch:
+    """Pads by length: `pad` may be the EOS, which stays in the loss where it ends an answer.
+
+    With `pack`, short samples share a row as long as the longest one; none sees another, or learns from another's end.
+    """
+    longest = max(map(_length, samples))
+    rows = _packed(samples, longest) if pack else [[sample] for sample in samples]
+    ids = torch.full((len(rows), longest), pad, dtype=torch.long)
+    labels, positions, owner = torch.full_like(ids, IGNORED), torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, together in enumerate(rows):
+        start = 0
+        for number, sample in enumerate(together, 1):
+            answer, end = start + len(sample.prompt), start + _length(sample)
+            ids[row, start:end] = torch.tensor(sample.prompt + sample.answer)
+            labels[row, answer:end] = torch.tensor(sample.answer)
+            labels[row, start] = IGNORED
+            positions[row, start:end] = torch.arange(end - start)
+            owner[row, start:end] = number
+            start = end
+    alone = len(rows) == len(samples)
+    return Batch(ids, positions, (owner > 0).long() if alone else _own_past(owner), labels)
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt) + len(sample.answer)
+
+
+def _packed(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
+    """Rows of at most `room` tokens: the longest first, each into the first row that has room for it."""
+    rows: list[list[Sample]] = []
+    left: list[int] = []
+    for sample in sorted(samples, key=_length, reverse=True):
+        size = _length(sample)
+        row = next((row for row, free in enumerate(left) if free >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[row].append(sample)
+        left[row] -= size
+    return rows
+
+
+def _own_past(owner: torch.Tensor) -> torch.Tensor:
+    """[rows, 1, T, T]: whether the position of axis 2 may look at that of axis 3. Padding looks at padding alone."""
+    same = owner[:, None, :, None] == owner[:, None, None, :]
+    return same.tril()
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:

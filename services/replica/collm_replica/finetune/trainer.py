@@ -155,6 +155,11 @@ class Trainer:
         assert self._injected is not None, "a round or an evaluation comes first"
         return self._injected
 
+    @property
+    def _packs(self) -> bool:
+        """Not under a window: what a position sees would depend on the layer."""
+        return getattr(self._base.config, "sliding_window", None) is None
+
     def _adapter(self, hyper: Hyperparams) -> Lora:
         """The adapter of that rank and scale; taking another one ends what is being trained."""
         if self._injected is not None and (self._injected.rank, self._injected.alpha) == (hyper.rank, hyper.alpha):
@@ -175,7 +180,7 @@ class Trainer:
         """Add the samples' gradient; its duration in seconds, or None when they do not fit on the GPU."""
         started_s = time.monotonic()
         try:
-            total, tokens = answer_loss(self._lora.model, collate(samples, self._pad), self._device)
+            total, tokens = answer_loss(self._lora.model, collate(samples, self._pad, self._packs), self._device)
             torch.autograd.backward(total)
         except torch.OutOfMemoryError:
             if len(samples) == 1:
@@ -201,7 +206,7 @@ class Trainer:
             assert parameter.grad is not None
             parameter.grad.add_(parameter.detach() - anchor, alpha=self._task.hyper.proximal)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._task, self._step)
+            group["lr"] = learning_rate(self._task, self._step, self._gradients.samples)
         self._optimizer.step()
         self._step += 1
         batch = self._durations[-1][0]
@@ -232,11 +237,15 @@ class Trainer:
         self._previous = micro[0], gradient
 
     def _quality(self) -> Quality:
-        return quality(self._lora.model, self.data.heldout, self._pad, self._device)
+        return quality(self._lora.model, self.data.heldout, self._pad, self._device, self._packs)
 
 
-def learning_rate(task: TrainRound, step: int) -> float:
-    """Warm-up, then half a cosine over all steps of the job; `step` counts from 0 in this round."""
+def learning_rate(task: TrainRound, step: int, samples: int) -> float:
+    """Warm-up, then half a cosine over all steps of the job; `step` counts from 0 in this round.
+
+    A step of M samples takes sqrt(M / M0) of it: Adam divides by the noise, which falls so (Malladi et al. 2022).
+    """
     at = min(task.first_step + step, task.total_steps)
     warm = min(1.0, (at + 1) / max(1, task.hyper.warmup_steps))
-    return task.hyper.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * at / (task.total_steps + 1)))
+    size = math.sqrt(samples / task.hyper.base_samples)
+    return task.hyper.learning_rate * size * warm * 0.5 * (1 + math.cos(math.pi * at / (task.total_steps + 1)))
