@@ -31,6 +31,7 @@ def add_parser(subcommands: Subcommands) -> None:
     group.add_argument("--policy", default="collm", help="who decides (default %(default)s); 'all' compares them")
     group.add_argument("--replicas", type=at_least_one, default=16, metavar="N", help="default %(default)d")
     group.add_argument("--max-batch", type=at_least_one, default=64, metavar="B", help="most sequences of a replica")
+    group.add_argument("--adapters", type=at_least_one, default=8, metavar="N", help="in the mix (default %(default)d)")
     group.add_argument(
         "--slower", type=positive, default=1.0, metavar="X", help="replicas X times slower than measured"
     )
@@ -64,8 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
         replicas = lineup.cell(name, arguments.replicas, hardware, arguments.max_batch)
         latency = {replica.id: known for replica in replicas}
         tally = Tally()
-        cell = Cell(replicas, lineup.scheduler(name, replicas, [slo], latency, arguments.seed), tally)
-        cell.run(offers.offers(arrivals, slo, seed=arguments.seed))
+        cell = Cell(
+            replicas, lineup.scheduler(name, replicas, [slo], latency, arguments.adapters, arguments.seed), tally
+        )
+        cell.run(offers.offers(arrivals, slo, arguments.adapters, arguments.seed))
         found[name] = tally.figures(max(arrivals[-1].at_s, arguments.duration or 0.0))
     Console().print(table(found))
     if arguments.json:
