@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,27 @@ async def test_a_full_stream_refuses_and_says_when_to_retry(redis: Redis, keys: 
     assert response.headers[DROPPED] == "rejected-saturated"
     assert refused["error"]["type"] == "rate_limit_error"
     assert other[0] == 200
+
+
+async def test_a_full_queue_of_the_cell_refuses_at_every_ingress(
+    redis: Redis, keys: Keys, tokenizer_folder: Path
+) -> None:
+    """A bound that holds at each ingress alone."""
+    await register(redis, keys, ready=False)
+    async with AsyncExitStack() as stack:
+        sites = [
+            await stack.enter_async_context(front(redis, keys, tokenizer_folder, replicas=0, max_queued=2))
+            for _ in range(2)
+        ]
+        waiting = [asyncio.create_task(site.post(TEXT, text())) for site in sites]
+        await eventually(lambda: _length(redis, keys.requests("m", "default"), 2))
+        for site in sites:
+            async with site.http.post(TEXT, json=text()) as response:
+                assert (response.status, response.headers[DROPPED]) == (429, "rejected-saturated")
+                assert int(response.headers["Retry-After"]) >= 1
+        for task in waiting:
+            task.cancel()
+        await eventually(lambda: _length(redis, keys.requests("m", "default"), 0))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -327,6 +351,23 @@ async def test_clients_cannot_invent_objectives_without_end(redis: Redis, keys: 
             async with site.http.post(TEXT, json=text(), headers={"x-slo-e2e-ms": value}) as response:
                 statuses.append(response.status)
     assert statuses == [200, 400, 200, 200]
+
+
+async def test_objectives_that_nobody_uses_make_room_for_others(
+    redis: Redis, keys: Keys, tokenizer_folder: Path
+) -> None:
+    """Clients that are refused for ever, because others once tried other limits; metrics with a label for each."""
+    async with front(redis, keys, tokenizer_folder, max_streams=2, stream_idle_s=0.05) as site:
+
+        async def accepted(value: str) -> bool:
+            async with site.http.post(TEXT, json=text(), headers={"x-slo-e2e-ms": value}) as response:
+                return response.status == 200
+
+        for value in ("100", "200", "300"):
+            await eventually(partial(accepted, value))
+        async with site.http.get("/metrics") as page:
+            labels = set(re.findall(r'requests_offered_total\{model_name="m",slo="(.+?)"\}', await page.text()))
+    assert labels == {"other"}
 
 
 async def test_a_connection_cut_in_mid_stream_is_no_error(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:

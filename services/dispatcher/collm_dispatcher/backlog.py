@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Container
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -48,7 +48,8 @@ class Backlog:
         self._max_held, self._on_arrival, self._latest_s = max_held, on_arrival, latest_s
         self._streams: dict[str, WorkQueue] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
-        self._space = asyncio.Event()
+        self._used_s: dict[str, float] = {}
+        self._space, self._closed = asyncio.Event(), False
         self._slos: dict[str, tuple[Slo, float]] = {}
         self.queue = DeadlineQueue()
         self.arrivals = 0
@@ -56,14 +57,26 @@ class Backlog:
 
     def follow(self, key: str) -> None:
         """Start to read a stream; once is enough."""
-        if key in self._streams:
+        if key in self._streams or self._closed:
             return
         stream = WorkQueue(self._redis, key, GROUP, self._consumer, AckPolicy.BY_HANDLER)
-        self._streams[key] = stream
+        self._streams[key], self._used_s[key] = stream, self._clock.monotonic()
         self._readers[key] = asyncio.create_task(self._follow(stream))
+
+    async def prune(self, unused_s: float, kept: Container[str], remove: Callable[[str], Awaitable[bool]]) -> None:
+        """Stop to read what had no entry for so long, and `remove` it; read it on if that says it is used again."""
+        before_s = self._clock.monotonic() - unused_s
+        for key in [key for key, used_s in self._used_s.items() if used_s < before_s and key not in kept]:
+            if any(item.key == key for item in self.queue) or key not in self._streams:
+                continue
+            del self._streams[key], self._used_s[key]
+            await stop_all(self._readers.pop(key))
+            if not await remove(key):
+                self.follow(key)
 
     async def close(self) -> None:
         """Stop reading. What is held stays pending for the next leader."""
+        self._closed = True
         await stop_all(*self._readers.values())
 
     def check(self) -> None:
@@ -127,6 +140,7 @@ class Backlog:
             self._slos[entry.key] = (request.slo, self._clock.monotonic())
             self.queue.add(_waiting(entry, request, self._latest_s(request)))
         if entries:
+            self._used_s[stream.key] = self._clock.monotonic()
             self._on_arrival()
 
 

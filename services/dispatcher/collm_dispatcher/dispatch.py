@@ -34,10 +34,15 @@ class Dispatch:
 
     async def _discover(self) -> None:
         async for _ in ticks(self.settings.refresh_s, self.clock):
+            slos: dict[str, set[str]] = {model: set() for model in self.leaders}
             for name in await self.redis.smembers(self.settings.keys.streams):
                 model, divided, slo = name.decode(errors="replace").rpartition("|")
                 if divided:
-                    self._leader(model).follow(slo)
+                    slos.setdefault(model, set()).add(slo)
+            for model, found in slos.items():
+                leader = self._leader(model)
+                leader.follow(found)
+                await leader.prune()
             for task in self._tasks.values():
                 if task.done():
                     task.result()

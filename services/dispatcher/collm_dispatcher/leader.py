@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -21,6 +21,7 @@ from collm_common.retry import forever
 from collm_common.types import ReplicaState, Slo
 from collm_dispatcher.backlog import Backlog
 from collm_dispatcher.cell import Cell, Member
+from collm_dispatcher.originals import Originals
 from collm_dispatcher.policy.balance import Balance, Carrier, Demand, Limits, Plan
 from collm_dispatcher.policy.forecast import Forecast
 from collm_dispatcher.policy.pacing import Mode, Room, Shape, combined_mode, deal, due_s, serving_mode
@@ -42,8 +43,8 @@ class Leader:
         self.keys, self.holder = settings.keys, holder
         self.lease = Lease(redis, self.keys, f"dispatch:{model}", holder, settings.lease_ttl_s)
         self.plan = Plan()
-        self._streams: set[str] = set()
-        self._mover = Mover(redis, self.keys)
+        self._streams: dict[str, str] = {}
+        self._mover, self._originals = Mover(redis, self.keys), Originals(redis, self.keys)
         self._token: str | None = None
         self._held_s = clock.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -62,12 +63,31 @@ class Leader:
         """Entries read and not released."""
         return len(self._backlog.queue)
 
-    def follow(self, slo: str) -> None:
-        """Requests of this class exist."""
-        key = self.keys.requests(self.model, slo)
-        self._streams.add(key)
+    def follow(self, slos: Collection[str]) -> None:
+        """Requests of these classes may exist. While it leads, it gives up only streams that it has removed itself."""
+        found = {self.keys.requests(self.model, slo): slo for slo in slos}
+        self._streams = {**self._streams, **found} if self.leads else found
         if self.leads:
-            self._backlog.follow(key)
+            for key in found:
+                self._backlog.follow(key)
+
+    async def prune(self) -> None:
+        """While it leads: remove streams of no configured class that were not used for a while."""
+
+        if self._token is None:
+            return
+        leading = self._token
+
+        async def remove(key: str) -> bool:
+            removed = await self._originals.prune(self.lease.key, leading, self.model, self._streams[key])
+            if removed:
+                del self._streams[key]
+                log.info("removed the stream %s: unused for %g s", key, self.settings.stream_idle_s)
+            return removed
+
+        kept = {self.keys.requests(self.model, slo) for slo in self.settings.class_names}
+        with suppress(FencedError):
+            await self._backlog.prune(self.settings.stream_idle_s, kept, remove)
 
     async def run(self) -> None:
         """For ever; gives the lease back at the end."""

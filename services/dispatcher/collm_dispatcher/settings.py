@@ -9,12 +9,17 @@ from msgspec import Meta, field
 from collm_common.settings import Common
 from collm_common.types import AtLeastOne, Fraction, Name, Positive
 
+DEFAULT = "default"
+
 
 class DispatcherSettings(Common, frozen=True, kw_only=True):
     """`models` maps the name clients use to the folder or hub name of its tokenizer.
 
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
     class gets. `public_url` is how clients reach this service, if not by `port` of this machine.
+    At most `max_queued` requests wait in one stream of the cell, and at most `max_open` of one stream are open at one
+    ingress. There are at most `max_streams` streams; one that is of no configured class is removed when it was not
+    used for `stream_idle_s`.
     Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch. A leader that dies is
     followed after 1.25 `lease_ttl_s` at the most.
     """
@@ -27,8 +32,10 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
 
     slo_classes: dict[Name, dict[str, float | str]] = field(default_factory=dict)
     max_streams: AtLeastOne = 32
+    stream_idle_s: Positive = 60.0
     max_body_kb: AtLeastOne = 1024
     max_upload_mb: AtLeastOne = 64
+    max_queued: AtLeastOne = 1024
     max_open: AtLeastOne = 1024
     max_tokens: AtLeastOne = 256
     max_attempts: AtLeastOne = 5
@@ -46,3 +53,8 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     pause_s: Positive = 1.0
     resume_s: Positive = 10.0
     away_grace_s: Positive = 6.0
+
+    @property
+    def class_names(self) -> frozenset[str]:
+        """The configured classes, and the default one."""
+        return frozenset({DEFAULT, *self.slo_classes})

@@ -54,7 +54,7 @@ class Answers:
         """Make the streams of every configured class known, so that their first request need not wait for that."""
         for model in self._tokenizers:
             for slo in self._classes:
-                await self._courier.ensure_stream(model, slo, configured=True)
+                await self._courier.announce(model, slo)
 
     async def accept(self, body: ChatBody | CompletionBody, headers: Mapping[str, str]) -> Response:
         """Check, count, append. Raises RequestError; then nothing is open."""
@@ -179,11 +179,9 @@ class Answers:
         model, slo = requests[0].model, requests[0].slo.name
         opened = [Open(request, self._keys.requests(model, slo)) for request in requests]
         try:
-            await self._courier.ensure_stream(model, slo, configured=slo in self._classes)
             for open_ in opened:
                 self._opened.add(open_)
-            for open_ in opened:
-                await self._courier.send(open_)
+            await self._courier.send(opened, configured=slo in self._classes)
         except BaseException as error:
             for open_ in opened:
                 self._opened.remove(open_, left=True)
@@ -199,7 +197,7 @@ class Answers:
         log.info("request %s goes on after %d tokens, attempt %d", request.id, len(request.prefix), request.attempt)
         self._metrics.again.labels(request.model).inc()
         try:
-            await self._courier.send(open_)
+            await self._courier.send_again(open_)
         except BrokerError as error:
             raise Unavailable(str(error), code="broker_away") from error
 

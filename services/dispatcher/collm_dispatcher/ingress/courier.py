@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 
 from redis.asyncio import Redis
 
 from collm_common import messages, post, streams
 from collm_common.broker import patiently
 from collm_common.clock import Clock, ticks
-from collm_common.errors import InvalidRequest, MessageError
+from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Cancel, Replies
 from collm_common.requeue import GROUP
@@ -17,6 +19,7 @@ from collm_common.retry import forever
 from collm_common.streams import Tail
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.open_requests import Open, OpenRequests
+from collm_dispatcher.originals import Bounds, Originals
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
@@ -29,37 +32,28 @@ class Courier:
     """`ingress` is the name replies are addressed to, new with every process."""
 
     def __init__(
-        self, redis: Redis, keys: Keys, ingress: str, cell: Cell, opened: OpenRequests, max_streams: int, clock: Clock
+        self, redis: Redis, keys: Keys, ingress: str, cell: Cell, opened: OpenRequests, bounds: Bounds, clock: Clock
     ) -> None:
         self._redis, self._keys, self.ingress, self._cell, self._clock = redis, keys, ingress, cell, clock
-        self._opened, self._max_streams = opened, max_streams
-        self._streams: set[str] = set()
+        self._opened, self._bounds = opened, bounds
+        self._originals = Originals(redis, keys)
 
-    async def ensure_stream(self, model: str, slo: str, *, configured: bool) -> None:
-        """Make a stream known to the dispatch loop. Raises InvalidRequest when clients invent too many objectives."""
-        name = f"{model}|{slo}"
-        if name in self._streams:
-            return
-        if not configured and not await self._redis.sismember(self._keys.streams, name):
-            count = int(await self._redis.scard(self._keys.streams))
-            if count >= self._max_streams:
-                raise InvalidRequest(
-                    f"{count} objectives are in use, the limit is {self._max_streams}; use one of the classes",
-                    param="slo",
-                )
-        await self._redis.sadd(self._keys.streams, name)
-        self._streams.add(name)
+    async def announce(self, model: str, slo: str) -> None:
+        """Make a stream known before its first request."""
+        await self._originals.announce(model, slo)
 
-    async def send(self, open_: Open) -> None:
-        """Append the request, anew for each attempt. Raises BrokerError."""
-        request = open_.request
-        kind, data = messages.kind(request), messages.encode(request)
+    async def send(self, opened: Sequence[Open], *, configured: bool) -> None:
+        """Append new requests of one stream within the bounds. Raises Overloaded, InvalidRequest, BrokerError."""
+        requests = [open_.request for open_ in opened]
+        append = partial(self._originals.append, requests, self._bounds, configured=configured)
+        entry_ids = await patiently(append, APPEND_S, self._clock)
+        for open_, entry_id in zip(opened, entry_ids, strict=True):
+            open_.entry_id = entry_id
 
-        async def append() -> str:
-            await self._redis.sadd(self._keys.streams, f"{request.model}|{request.slo.name}")
-            return await streams.append(self._redis, open_.stream, kind, request.id, data)
-
-        open_.entry_id = await patiently(append, APPEND_S, self._clock)
+    async def send_again(self, open_: Open) -> None:
+        """Append another attempt: who was accepted once is not refused for want of room. Raises BrokerError."""
+        append = partial(self._originals.append, [open_.request])
+        (open_.entry_id,) = await patiently(append, APPEND_S, self._clock)
 
     async def cancel(self, open_: Open) -> None:
         """Take it out of its stream, or tell the replicas if it is not there any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from collm_common.types import Slo
@@ -9,11 +11,14 @@ from collm_common.types import Slo
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+OTHER = "other"
+
 
 class Metrics:
-    """One ingress's; nothing global."""
+    """One ingress's; nothing global. Objectives of no class of `classes` count as one, or there is no end of labels."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Collection[str]) -> None:
+        self._classes = classes
         self.registry = registry = CollectorRegistry()
         model, by_class = ["model_name"], ["model_name", "slo"]
         self.running = Gauge("collm:num_requests_running", "Requests that get tokens", model, registry=registry)
@@ -39,6 +44,12 @@ class Metrics:
         self.attainment = Gauge("collm:slo_attainment", "Share of offered that met it", by_class, registry=registry)
         self._shares: dict[tuple[str, str], list[int]] = {}
 
+    def accepted(self, model: str, slo: Slo, prompt_tokens: int) -> None:
+        """A new request, which waits."""
+        self.waiting.labels(model).inc()
+        self.offered.labels(model, self._class(slo)).inc()
+        self.prompt_tokens.labels(model).inc(prompt_tokens)
+
     def finished(self, model: str, slo: Slo, ttft_s: float, e2e_s: float, tokens: int, finish: str) -> None:
         """A whole answer; latencies from its arrival."""
         self.success.labels(model, finish).inc()
@@ -48,23 +59,27 @@ class Metrics:
             self.tpot.labels(model).observe((e2e_s - ttft_s) / (tokens - 1))
         good = slo.met(ttft_s, e2e_s, tokens)
         if good:
-            self.met.labels(model, slo.name).inc()
-            self.goodput_tokens.labels(model, slo.name).inc(tokens)
-        self._share(model, slo.name, good)
+            self.met.labels(model, self._class(slo)).inc()
+            self.goodput_tokens.labels(model, self._class(slo)).inc(tokens)
+        self._share(model, slo, good)
 
     def missed(self, model: str, slo: Slo) -> None:
         """An offered request without a whole answer."""
-        self._share(model, slo.name, False)
+        self._share(model, slo, False)
 
     def page(self) -> bytes:
         """The text format."""
         return bytes(generate_latest(self.registry))
 
-    def _share(self, model: str, slo: str, good: bool) -> None:
-        share = self._shares.setdefault((model, slo), [0, 0])
+    def _class(self, slo: Slo) -> str:
+        return slo.name if slo.name in self._classes else OTHER
+
+    def _share(self, model: str, slo: Slo, good: bool) -> None:
+        label = (model, self._class(slo))
+        share = self._shares.setdefault(label, [0, 0])
         share[0] += good
         share[1] += 1
-        self.attainment.labels(model, slo).set(share[0] / share[1])
+        self.attainment.labels(*label).set(share[0] / share[1])
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"collm:{name}", about, ["model_name"], registry=self.registry, buckets=buckets)

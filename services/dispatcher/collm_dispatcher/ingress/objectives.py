@@ -9,8 +9,8 @@ import msgspec
 from collm_common.errors import InvalidRequest, SettingsError
 from collm_common.types import Slo
 from collm_dispatcher.ingress.body import SloLimits
+from collm_dispatcher.settings import DEFAULT
 
-DEFAULT = "default"
 HEADERS = {"ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms", "e2e_ms": "x-slo-e2e-ms"}
 CLASS_HEADER = "x-slo-class"
 

@@ -105,6 +105,8 @@ class OpenRequests:
         if self._open.pop(open_.request.id, None) is None:
             return
         self._counts[open_.stream] -= 1
+        if not self._counts[open_.stream]:
+            del self._counts[open_.stream]
         if left:
             self._left[open_.request.id] = open_.request.model
             while len(self._left) > REMEMBERED:

@@ -20,10 +20,8 @@ class Answer:
         self.ttft_s: float | None = None
         self.e2e_s = self._last_s = 0.0
         self.done: Done | None = None
-        model = open_.request.model
-        metrics.waiting.labels(model).inc()
-        metrics.offered.labels(model, open_.request.slo.name).inc()
-        metrics.prompt_tokens.labels(model).inc(len(open_.request.prompt))
+        request = open_.request
+        metrics.accepted(request.model, request.slo, len(request.prompt))
 
     @property
     def adapter(self) -> str | None:

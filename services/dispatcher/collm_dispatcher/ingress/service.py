@@ -23,6 +23,7 @@ from collm_dispatcher.ingress.open_requests import OpenRequests
 from collm_dispatcher.ingress.routes import Routes
 from collm_dispatcher.ingress.tokenizing import load_all
 from collm_dispatcher.ingress.upload import Uploads
+from collm_dispatcher.originals import Bounds
 from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,11 @@ class Ingress:
 async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> AsyncIterator[Ingress]:
     """Listens for as long as the block runs. Raises ModelError or SettingsError before it does."""
     tokenizers = await load_all(settings.models)
-    cell, metrics = Cell(redis, settings.keys, clock), Metrics()
+    cell, metrics = Cell(redis, settings.keys, clock), Metrics(settings.class_names)
     opened = OpenRequests(settings.max_open, settings.retry_after_s)
     name = f"{settings.id or 'ingress'}-{uuid.uuid4().hex[:12]}"
-    courier = Courier(redis, settings.keys, name, cell, opened, settings.max_streams, clock)
+    bounds = Bounds(settings.max_queued, settings.max_streams, settings.retry_after_s)
+    courier = Courier(redis, settings.keys, name, cell, opened, bounds, clock)
     directory = Directory(settings.models, cell)
     answers = Answers(settings, courier, opened, directory, tokenizers, metrics, clock)
     uploads = Uploads(cell, settings.max_upload_mb << 20, settings.request_timeout_s)
