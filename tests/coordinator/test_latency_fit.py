@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -170,10 +171,7 @@ def test_time_that_grows_faster_than_the_batch_leaves_no_free_batches(power: flo
 @settings(max_examples=40, deadline=None)
 @given(st.floats(5e-3, 0.1), st.floats(1e-4, 1e-2), st.floats(1e-4, 1e-2), st.data())
 def test_two_wild_points_do_not_move_the_law(base: float, sequence: float, train: float, data: st.DataObject) -> None:
-    """Hiccups of a shared machine that become a model. Wild are at most two of 24, not beside the same B.
-
-    Huber's loss bounds what a wild point pulls, it does not remove it: two of them move a small base by up to a sixth.
-    """
+    """Hiccups of a shared machine that become a model. Wild are at most two of 24, not beside the same B."""
     law = Line(base, sequence, train)
     rows = data.draw(st.sets(st.integers(0, 5), max_size=2))
     wild = {4 * row + data.draw(st.integers(0, 3)) for row in rows}
@@ -181,7 +179,7 @@ def test_two_wild_points_do_not_move_the_law(base: float, sequence: float, train
     points = [Point(*cell, law.predict(*cell) * (factor if i in wild else 1)) for i, cell in enumerate(GRID)]
     line = fitted(points)
     errors = sorted(abs(line.predict(*cell) / law.predict(*cell) - 1) for cell in GRID)
-    assert errors[len(errors) // 2] < 0.25
+    assert errors[-1] < 0.01
 
 
 @pytest.mark.parametrize("seconds", [0.01, 1e-6, 60.0])
@@ -247,3 +245,37 @@ def test_replicas_are_pooled_by_how_often_they_measured() -> None:
     other.add(BatchSizes(1, 1), 2.0, count=10)
     other.add(BatchSizes(2, 1), 4.0)
     assert pooled([one, other]) == [Point(1, 1, 1.25, 40), Point(2, 1, 4.0, 1)]
+
+
+def test_a_thousand_degenerate_inputs_give_no_negative_slope_and_nothing_that_is_not_a_number() -> None:
+    """One point, one row, collinear batches, clocks that jump, garbage: a model that takes batches as free."""
+    draw = random.Random(3)
+    for _ in range(1000):
+        points = _degenerate(draw)
+        line = fit(points, draw.choice([None, Line(0.01, 0.001, 0.002, Term("log2(1+B)"))]))
+        if isinstance(line, Line):
+            assert min(line.base_s, line.per_sequence_s, line.per_train_s) >= 0, points
+            assert math.isfinite(line.r2 + line.base_s + line.per_sequence_s + line.per_train_s), points
+
+
+def _degenerate(draw: random.Random) -> list[Point]:
+    """At most eight points of a kind that a plain regression fails on."""
+    same = draw.randint(1, 16)
+    shapes: list[Callable[[int], tuple[int, int]]] = [
+        lambda i: (same, i + 1),
+        lambda i: (i, same),
+        lambda i: (i + 1, 4 * (i + 1)),
+        lambda i: (i, 8 - i),
+        lambda i: (draw.randint(0, 16), draw.randint(1, 64)),
+    ]
+    slope = draw.uniform(-2, 2)
+    laws: list[Callable[[int, int], float]] = [
+        lambda train, infer: 0.01,
+        lambda train, infer: 1.0 + slope * (train - infer),
+        lambda train, infer: 10 ** draw.uniform(-9, 9),
+        lambda train, infer: draw.choice([0.0, -1.0, math.nan, math.inf, 0.01]),
+        lambda train, infer: (0.01 + 0.001 * infer) * draw.choice([1, 1, 1, 1000]),
+    ]
+    shape, law = draw.choice(shapes), draw.choice(laws)
+    cells = {shape(i) for i in range(draw.randint(0, 8))}
+    return [Point(*cell, law(*cell), draw.randint(1, 9)) for cell in sorted(cells)]

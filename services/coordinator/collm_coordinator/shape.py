@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import Struct
 from scipy.optimize import nnls
 
 from collm_common.latency import Term
-from collm_coordinator.robust import robust, tame
+from collm_coordinator.robust import Matrix, resistant, tame, trimmed_error
 from collm_coordinator.samples import Point
 
 MAX_LEFT_OUT = 32
@@ -21,37 +22,62 @@ TERMS = (
 )
 
 
-def choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
-    """The f(B) with the least leave-one-out error, by non-negative least squares; ties go to the simplest.
+class Candidate(Struct, frozen=True):
+    """A term with its non-negative coefficients (base, f(B), b) and its mean leave-one-out error, seconds."""
 
-    Points that are wild by every f(B) have no say: least squares would choose the f that bends to them.
+    term: Term
+    coefficients: tuple[float, ...]
+    error_s: float
+
+    def predict(self, train: int, infer: int) -> float:
+        """Seconds at (B, b)."""
+        row = (1.0, self.term(train), float(infer))
+        return sum(value * coefficient for value, coefficient in zip(row, self.coefficients, strict=False))
+
+
+def choose_term(points: Sequence[Point], tells_infer: bool) -> Term:
+    """The f(B) with the least leave-one-out error, by non-negative least squares; ties go to the simplest."""
+    tried = candidates(points, tells_infer)
+    best = min(candidate.error_s for candidate in tried)
+    return next(candidate.term for candidate in tried if candidate.error_s <= best * 1.001 + 1e-12)
+
+
+def candidates(points: Sequence[Point], tells_infer: bool) -> list[Candidate]:
+    """Every f(B), judged on the same points.
+
+    Points that are wild by the f(B) nearest to most have no say: least squares would choose one that bends to them.
     """
     points = _without_wild(points, tells_infer)
     left_out = sorted(points, key=lambda point: (-point.count, point.train, point.infer))[:MAX_LEFT_OUT]
     seconds = np.array([point.seconds for point in points])
-    errors: list[float] = []
+    found: list[Candidate] = []
     for term in TERMS:
-        rows = np.array([_row(term, point, tells_infer) for point in points])
-        total = 0.0
+        rows = _rows(term, points, tells_infer)
+        total_s = 0.0
         for point in left_out:
             others = np.array([other is not point for other in points])
-            coefficients, _ = nnls(rows[others], seconds[others], maxiter=NNLS_STEPS)
-            total += abs(float(np.array(_row(term, point, tells_infer)) @ coefficients) - point.seconds)
-        errors.append(total)
-    best = min(errors)
-    return next(term for term, error in zip(TERMS, errors, strict=True) if error <= best * 1.001 + 1e-12)
+            coefficients = _solve(rows[others], seconds[others])
+            total_s += abs(float(_rows(term, [point], tells_infer)[0] @ coefficients) - point.seconds)
+        found.append(Candidate(term, tuple(_solve(rows, seconds).tolist()), total_s / len(left_out)))
+    return found
+
+
+def _solve(rows: Matrix, seconds: Matrix) -> Matrix:
+    coefficients, _ = nnls(rows, seconds, maxiter=NNLS_STEPS)
+    return np.asarray(coefficients, dtype=np.float64)
 
 
 def _without_wild(points: Sequence[Point], tells_infer: bool) -> Sequence[Point]:
     seconds = np.array([point.seconds for point in points])
-    kept = np.zeros(len(points), dtype=bool)
+    fits = []
     for term in TERMS:
-        rows = np.array([_row(term, point, tells_infer) for point in points])
-        kept |= tame(seconds, rows @ robust(seconds, rows))
-        if kept.all():
-            break
+        rows = _rows(term, points, tells_infer)
+        predicted = rows @ resistant(seconds, rows)
+        fits.append((trimmed_error(seconds, predicted), predicted))
+    kept = tame(seconds, min(fits, key=lambda fit: fit[0])[1])
     return [point for point, keep in zip(points, kept, strict=True) if keep]
 
 
-def _row(term: Term, point: Point, tells_infer: bool) -> list[float]:
-    return [1.0, term(point.train), *([float(point.infer)] if tells_infer else [])]
+def _rows(term: Term, points: Sequence[Point], tells_infer: bool) -> Matrix:
+    infer = [[float(point.infer)] if tells_infer else [] for point in points]
+    return np.array([[1.0, term(point.train), *own] for point, own in zip(points, infer, strict=True)])
