@@ -34,6 +34,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Cancel(id="a"),
     m.Configure(sizes=SIZES),
     m.LoadAdapter(name="x", version=2),
+    m.UnloadAdapter(name="x"),
     m.TrainRound(
         job="j",
         round=1,

@@ -75,7 +75,41 @@ def test_what_is_not_loaded_cannot_be_published() -> None:
         AdapterTable(1).publish(V1)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["load", "publish", "discard", "pin", "unpin"]), st.integers(1, 5))))
+def test_the_version_that_was_used_longest_ago_makes_room() -> None:
+    """Catches a running, awaited or unrepeatable version thrown out, and one that was used a moment ago."""
+    table = AdapterTable(4)
+    refs = [AdapterRef("old", "1"), AdapterRef("runs", "1"), AdapterRef("own", "1.2"), AdapterRef("kept", "1")]
+    slots = {}
+    for ref in refs:
+        slots[ref.name] = load(table, ref)
+        table.publish(ref)
+    table.pin("runs", None)
+    assert table.evict({"old", "kept"}) == []
+    table.unpin(table.pin("old", None))
+    assert table.evict(()) == [slots["kept"]]
+    assert table.evict(()) == [slots["old"]]
+    assert table.evict(()) == []
+    assert set(table.current) == {"runs", "own"}
+
+
+def test_a_retired_name_is_gone_once_its_last_request_ended() -> None:
+    """Catches an unloaded adapter that can still be asked for, and a slot that stays taken."""
+    table = AdapterTable(1)
+    slot = load(table, V1)
+    table.publish(V1)
+    pin = table.pin("a", None)
+    assert table.retire("a") == []
+    with pytest.raises(UnknownModel):
+        table.pin("a", None)
+    assert table.unpin(pin) == [slot]
+    assert table.retire("never") == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["load", "publish", "discard", "pin", "unpin", "evict", "retire"]), st.integers(1, 5))
+    )
+)
 def test_slots_are_never_shared_or_lost(moves: list[tuple[str, int]]) -> None:
     """Catches double frees and leaks in any order of events."""
     table = AdapterTable(3)
@@ -88,6 +122,10 @@ def test_slots_are_never_shared_or_lost(moves: list[tuple[str, int]]) -> None:
             table.publish(ref)
         elif move == "discard":
             table.discard(ref)
+        elif move == "evict":
+            table.evict({"a"})
+        elif move == "retire":
+            table.retire(ref.name)
         elif move == "pin" and ref.name in table.current:
             pins.append(table.pin(ref.name, None))
         elif move == "unpin" and pins:

@@ -141,8 +141,9 @@ async def test_a_damaged_adapter_fails_its_requests_and_nothing_else(
         await send(redis, keys, request("base"))
         await eventually(lambda: _is_empty(redis, keys))
     said = await replies(redis, keys)
-    assert {reply.id: reply.status for reply in said if isinstance(reply, Failed)} == {"current": 404, "pinned": 404}
-    assert [reply.id for reply in said if isinstance(reply, Done)] == ["base"]
+    lost = {"current": 404} if damage["key"] == "adapter" else {"current": 404, "pinned": 404}
+    assert {reply.id: reply.status for reply in said if isinstance(reply, Failed)} == lost
+    assert {reply.id for reply in said if isinstance(reply, Done)} == {"current", "pinned", "base"} - lost.keys()
 
 
 async def test_an_entry_that_never_arrived_is_served_and_a_forgotten_one_is_removed(redis: Redis, keys: Keys) -> None:
@@ -179,13 +180,59 @@ async def test_without_a_free_slot_a_request_may_come_again(redis: Redis, keys: 
     """A slot that is taken for a moment, told as an unknown model or an internal error."""
     for name in ("desk", "shop"):
         await store_adapter(redis, keys, name, 1)
-    async with serving(redis, settings(slots=1)) as running:
+    async with serving(redis, settings(slots=1), iteration_s=lambda sequences, tokens: 0.002) as running:
         await running.versions.load("desk", 1)
+        await send(redis, keys, request("busy", adapter="desk", sampling=SamplingParams(max_tokens=900)))
+        await eventually(lambda: running.engine.running == 1)
         await send(redis, keys, request("current", adapter="shop"))
         await send(redis, keys, request("pinned", adapter="shop", version="1"))
-        await eventually(lambda: _is_empty(redis, keys))
+        await eventually(lambda: _is_refused(redis, keys, 2))
+        running.cancel("busy")
     said = {reply.id: (reply.status, reply.code) for reply in await replies(redis, keys) if isinstance(reply, Failed)}
     assert said == dict.fromkeys(("current", "pinned"), (503, "adapter_slots_full"))
+
+
+async def _is_refused(redis: Redis, keys: Keys, count: int) -> bool:
+    return sum(isinstance(reply, Failed) for reply in await replies(redis, keys)) == count
+
+
+async def test_more_adapters_than_slots_take_turns(redis: Redis, keys: Keys) -> None:
+    """An adapter that is refused because others were loaded first, and one that is gone for ever once it made room."""
+    names = [f"desk{number}" for number in range(5)]
+    for name in names:
+        await store_adapter(redis, keys, name, 1)
+    async with serving(redis, settings(slots=2)) as running:
+        for turn in range(2):
+            for name in names:
+                await send(redis, keys, request(f"{name}-{turn}", adapter=name))
+            await eventually(partial(_all_done, redis, keys, {f"{name}-{turn}" for name in names}))
+        assert len(running.engine.versions) == 2
+    said = [reply for reply in await replies(redis, keys) if isinstance(reply, Delta)]
+    assert all(str(reply.adapter) == f"{reply.id.split('-')[0]}@v1" for reply in said)
+
+
+async def _all_done(redis: Redis, keys: Keys, ids: set[str]) -> bool:
+    return ids <= {reply.id for reply in await replies(redis, keys) if isinstance(reply, Done)}
+
+
+async def test_an_unloaded_adapter_is_kept_by_who_has_it_alone(redis: Redis, keys: Keys) -> None:
+    """A request torn off in mid-answer or while it waits, and a slot that stays taken."""
+    await store_adapter(redis, keys, "desk", 1)
+    async with serving(redis, settings(slots=1), iteration_s=lambda sequences, tokens: 0.002) as running:
+        await running.versions.load("desk", 1)
+        running.limit(1)
+        for name in ("runs", "waits"):
+            await send(redis, keys, request(name, adapter="desk", sampling=SamplingParams(max_tokens=60)))
+        await eventually(lambda: running.engine.waiting == 1)
+        await redis.delete(keys.adapter("desk"))
+        running.versions.unload("desk")
+        await send(redis, keys, request("late", adapter="desk"))
+        await eventually(partial(_all_done, redis, keys, {"runs", "waits"}))
+        await eventually(lambda: _is_refused(redis, keys, 1))
+        assert running.engine.versions == {}
+    said = await replies(redis, keys)
+    assert {str(reply.adapter) for reply in said if isinstance(reply, Delta)} == {"desk@v1"}
+    assert [(reply.id, reply.status) for reply in said if isinstance(reply, Failed)] == [("late", 404)]
 
 
 async def test_an_adapter_without_a_version_yet_is_the_base_model(redis: Redis, keys: Keys) -> None:

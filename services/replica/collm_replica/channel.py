@@ -20,6 +20,7 @@ from collm_common.messages import (
     ResumeTraining,
     StopTraining,
     TrainRound,
+    UnloadAdapter,
 )
 from collm_common.types import AdapterRef, Share
 
@@ -108,6 +109,7 @@ ToChild = (
     | Cancel
     | Configure
     | LoadAdapter
+    | UnloadAdapter
     | TrainRound
     | Aggregate
     | Evaluate

@@ -18,7 +18,7 @@ from collm_common import logs
 from collm_common.broker import connection, stop_all
 from collm_common.clock import SystemClock
 from collm_common.errors import AdapterError
-from collm_common.messages import Cancel, Configure, LoadAdapter, Request
+from collm_common.messages import Cancel, Configure, LoadAdapter, Request, UnloadAdapter
 from collm_common.settings import load
 from collm_common.types import SamplingParams, Slo
 from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
@@ -106,6 +106,8 @@ async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
                 serving.limit(message.sizes.infer)
             case LoadAdapter():
                 await serving.versions.load(message.name, message.version)
+            case UnloadAdapter():
+                serving.versions.unload(message.name)
             case Training():
                 serving.reports.training = message
             case Snapshot():

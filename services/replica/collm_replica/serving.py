@@ -168,6 +168,7 @@ class Serving:
             self._forget.append(entry.entry_id)
             self._wake.set()
             return
+        self.versions.expect(request)
         pinned: Loaded | None = None
         refusal: RequestError | None = None
         try:
@@ -180,6 +181,7 @@ class Serving:
 
     def _admit(self, entry_id: str, request: Request, pinned: Loaded | None, refusal: RequestError | None) -> None:
         """Between two steps. A repeated delivery of an attempt that is here is dropped, a newer attempt replaces it."""
+        self.versions.arrived(request)
         here = self._open.get(request.id)
         if here is not None and here.entry_id == entry_id:
             return
@@ -190,9 +192,7 @@ class Serving:
         try:
             if refusal is not None:
                 raise refusal
-            if pinned is not None and not self.engine.load_adapter(
-                pinned.ref, pinned.tensors, pinned.rank, pinned.alpha
-            ):
+            if pinned is not None and not self.versions.put(pinned):
                 raise Unavailable(f"no adapter slot is free for {pinned.ref}", code="adapter_slots_full")
             if self.versions.lacks_slot(request.adapter):
                 raise Unavailable(f"no adapter slot is free for {request.adapter}", code="adapter_slots_full")

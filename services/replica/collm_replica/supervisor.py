@@ -18,7 +18,7 @@ from collm_common import messages
 from collm_common.broker import patiently, stop_all
 from collm_common.clock import Clock
 from collm_common.errors import MessageError, ModelError
-from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TrainRound
+from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TrainRound, UnloadAdapter
 from collm_common.retry import forever
 from collm_common.streams import Tail
 from collm_replica.channel import (
@@ -137,7 +137,7 @@ class Supervisor:
                 self._tasks[messages.kind(message)] = message
                 if not await self._training.send(message):
                     await self._fail_tasks("there is no fine-tuning process")
-            case Cancel() | LoadAdapter():
+            case Cancel() | LoadAdapter() | UnloadAdapter():
                 await self._inference.send(message)
             case Configure():
                 await self._inference.send(message)

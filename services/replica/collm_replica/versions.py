@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -28,6 +29,7 @@ class Versions:
     ) -> None:
         self._engine, self._feed, self._between_steps = engine, feed, between_steps
         self._waiting: dict[str, tuple[Loaded, bool]] = {}
+        self._expected: Counter[str] = Counter()
         self.snapshots = self.published = 0
 
     async def load(self, name: str, version: int) -> None:
@@ -41,6 +43,31 @@ class Versions:
             log.error("adapter %s@v%d is not loaded: %s", name, version, error)
             return
         self._between_steps(lambda: self._install(loaded, snapshot=False))
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; requests that are here keep it to their end."""
+
+        def act() -> None:
+            self._waiting.pop(name, None)
+            self._engine.retire(name)
+
+        self._between_steps(act)
+
+    def expect(self, request: Request) -> None:
+        """A request is on its way: the current version of its adapter stays until `arrived`."""
+        self._expected[request.adapter] += 1
+
+    def arrived(self, request: Request) -> None:
+        """It is about to enter the engine, or is refused."""
+        self._expected[request.adapter] -= 1
+        self._expected += Counter()
+
+    def put(self, loaded: Loaded) -> bool:
+        """Between two steps: into a slot, for the one request that asks for it; False if none is free.
+
+        Raises AdapterError.
+        """
+        return self._load(loaded, set(self._expected))
 
     def take_snapshot(self, loaded: Loaded) -> None:
         """Make a training snapshot current, unless something newer already is."""
@@ -64,16 +91,18 @@ class Versions:
         name, version = request.adapter, request.version
         if not name:
             return request, None
+        if version == "0" or (version is not None and self._resident(name, version)):
+            return request, None
+        if version is not None:
+            try:
+                return request, await self._feed.fetch(name, _whole(version))
+            except (AdapterError, ValueError) as error:
+                if not request.prefix and request.attempt == 0:
+                    raise UnknownModel(f"adapter {name}@v{version}: {error}", param="model") from error
+                request = msgspec.structs.replace(request, version=None)
         if name not in self._engine.versions:
             await self._introduce(name)
-        if version is None or version == "0" or self._resident(name, version):
-            return request, None
-        try:
-            return request, await self._feed.fetch(name, _whole(version))
-        except (AdapterError, ValueError) as error:
-            if not request.prefix and request.attempt == 0:
-                raise UnknownModel(f"adapter {name}@v{version}: {error}", param="model") from error
-            return msgspec.structs.replace(request, version=None), None
+        return request, None
 
     async def _introduce(self, name: str) -> None:
         current = await self._feed.current(name)
@@ -92,6 +121,9 @@ class Versions:
         current = self._engine.versions.get(name)
         return current is not None and current.version == version
 
+    def _load(self, loaded: Loaded, keep: Collection[str]) -> bool:
+        return self._engine.load_adapter(loaded.ref, loaded.tensors, loaded.rank, loaded.alpha, keep)
+
     def _install(self, loaded: Loaded, snapshot: bool) -> None:
         """Into a free slot, then current. Without a free slot it waits; only the newest of a name does."""
         ref = loaded.ref
@@ -100,7 +132,7 @@ class Versions:
         if snapshot and current is not None and _order(current) >= _order(ref):
             return
         try:
-            if not self._engine.load_adapter(ref, loaded.tensors, loaded.rank, loaded.alpha):
+            if not self._load(loaded, self._expected.keys() - {ref.name}):
                 self._waiting[ref.name] = (loaded, snapshot)
                 return
             self._engine.publish(ref)

@@ -25,6 +25,7 @@ from collm_common.messages.control import (
     ServerRates,
     StopTraining,
     TrainRound,
+    UnloadAdapter,
 )
 from collm_common.messages.events import (
     AdapterPublished,
@@ -80,6 +81,7 @@ __all__ = [
     "Tokens",
     "TrainReport",
     "TrainRound",
+    "UnloadAdapter",
     "UpdateUploaded",
     "decode",
     "decode_as",

@@ -33,6 +33,12 @@ class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
     version: Count
 
 
+class UnloadAdapter(Message, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Nobody new gets `name`; requests that are here keep it to their end."""
+
+    name: Name
+
+
 class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
     """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps.
 
@@ -131,5 +137,14 @@ class StopTraining(Message, frozen=True, kw_only=True, tag="stop_training"):
 
 
 Control = (
-    Cancel | Configure | LoadAdapter | TrainRound | Aggregate | Evaluate | PauseTraining | ResumeTraining | StopTraining
+    Cancel
+    | Configure
+    | LoadAdapter
+    | UnloadAdapter
+    | TrainRound
+    | Aggregate
+    | Evaluate
+    | PauseTraining
+    | ResumeTraining
+    | StopTraining
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from collm_common.errors import AdapterError, UnknownModel
 from collm_common.types import AdapterRef
@@ -16,7 +17,7 @@ class AdapterTable:
     """name -> current version -> slot, and how many requests use each version.
 
     A version is loaded as a shadow, then published. It leaves its slot when it is neither a shadow, nor current,
-    nor used.
+    nor used; or when it is evicted. `_slots` is in the order of last use.
     """
 
     def __init__(self, slots: int) -> None:
@@ -58,7 +59,23 @@ class AdapterTable:
         before = self.current.get(ref.name)
         self.current[ref.name] = ref
         self._shadows.discard(ref)
+        self._touch(ref)
         return self._collect(before)
+
+    def evict(self, keep: Collection[str]) -> list[int]:
+        """Forget the idle version that was used longest ago; returns the slot that is now free, if any.
+
+        Names in `keep` stay, and so do a replica's own snapshots: nobody could fetch them again.
+        """
+        for ref in self._slots:
+            if ref.name not in keep and "." not in ref.version and ref not in self._shadows and ref not in self._users:
+                del self.current[ref.name]
+                return self._collect(ref)
+        return []
+
+    def retire(self, name: str) -> list[int]:
+        """No new request can have the adapter; returns the slots that are now free."""
+        return self._collect(self.current.pop(name, None))
 
     def discard(self, ref: AdapterRef) -> list[int]:
         """Drop a shadow; returns the slots that are now free."""
@@ -78,6 +95,7 @@ class AdapterTable:
         ref = AdapterRef(name, version) if version is not None else self.newest(name)
         pin = self.find(ref)
         self._users[ref] += 1
+        self._touch(ref)
         return pin
 
     def unpin(self, pin: Pin) -> list[int]:
@@ -88,6 +106,10 @@ class AdapterTable:
         if not self._users[pin.ref]:
             del self._users[pin.ref]
         return self._collect(pin.ref)
+
+    def _touch(self, ref: AdapterRef) -> None:
+        if ref in self._slots:
+            self._slots[ref] = self._slots.pop(ref)
 
     def _collect(self, ref: AdapterRef | None) -> list[int]:
         if ref not in self._slots or ref in self._shadows or ref in self._users or self.current.get(ref.name) == ref:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from collm_common.errors import AdapterError, InternalError
 from collm_common.messages import Delta, Done, Failed, Request
@@ -126,10 +126,14 @@ class EngineCore:
             self._drop(sequence)
         return sequence is not None
 
-    def load_adapter(self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float) -> bool:
-        """Put a version into a free slot, where `score` and `publish` find it; False if no slot is free now.
+    def load_adapter(
+        self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float, keep: Collection[str] = ()
+    ) -> bool:
+        """Put a version into a slot, where `score` and `publish` find it; False if no slot is free now.
 
-        Versions never change, so one that is here already is kept. Raises AdapterError if it does not fit.
+        Without a free slot the version that was used longest ago makes room, unless it runs, its name is in `keep`
+        or a request waits for it. Versions never change, so one that is here already is kept. Raises AdapterError if
+        it does not fit.
         """
         if ref.version == BASE_VERSION:
             raise AdapterError(f"adapter {ref} is the base model and cannot be loaded")
@@ -139,6 +143,10 @@ class EngineCore:
             return True
         slot = self._adapters.reserve()
         if slot is None:
+            waiting = {sequence.request.adapter for sequence in self._live.values() if sequence.pin is None}
+            self._clear(self._adapters.evict(waiting.union(keep)))
+            slot = self._adapters.reserve()
+        if slot is None:
             return False
         self._backend.load(slot, tensors, rank, alpha)
         self._adapters.loaded(ref, slot)
@@ -147,6 +155,13 @@ class EngineCore:
     def publish(self, ref: AdapterRef) -> None:
         """New admissions use `ref`; running requests keep theirs. Version 0 is the base model. Raises AdapterError."""
         self._clear(self._adapters.publish(ref))
+
+    def retire(self, name: str) -> None:
+        """Forget an adapter; requests that are here keep the version that is current now."""
+        for sequence in self._live.values():
+            if sequence.pin is None and sequence.request.adapter == name:
+                sequence.pin = self._adapters.pin(name, None)
+        self._clear(self._adapters.retire(name))
 
     def discard(self, ref: AdapterRef) -> None:
         """Drop a loaded version that was not published; one that is current or used stays."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,11 +60,19 @@ class InferenceEngine(Protocol):
     def cancel(self, request_id: str) -> bool:
         """Forget a request at once and without a reply; False if it is not here."""
 
-    def load_adapter(self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float) -> bool:
-        """Put a version into a free slot; False if none is free now. Raises AdapterError."""
+    def load_adapter(
+        self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float, keep: Collection[str] = ()
+    ) -> bool:
+        """Put a version into a slot, at the cost of an idle one whose name is not in `keep`; False if none is free now.
+
+        Raises AdapterError.
+        """
 
     def publish(self, ref: AdapterRef) -> None:
         """Make a loaded version current for its name. Raises AdapterError."""
+
+    def retire(self, name: str) -> None:
+        """Forget an adapter; requests that are here keep the version that is current now."""
 
     def discard(self, ref: AdapterRef) -> None:
         """Drop a loaded version that was not published."""
