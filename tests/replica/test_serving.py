@@ -176,18 +176,35 @@ async def test_a_group_made_anew_does_not_take_entries_of_running_requests(redis
         await eventually(lambda: _is_empty(redis, keys))
 
 
-async def test_without_a_free_slot_a_request_may_come_again(redis: Redis, keys: Keys) -> None:
-    """A slot that is taken for a moment, told as an unknown model or an internal error."""
-    for name in ("desk", "shop"):
+async def test_a_request_waits_for_an_adapter_slot(redis: Redis, keys: Keys) -> None:
+    """A slot that is taken for a moment, told as an unknown model; a client that left while it waited."""
+    for name in ("desk", "shop", "gone"):
         await store_adapter(redis, keys, name, 1)
     async with serving(redis, settings(slots=1), iteration_s=lambda sequences, tokens: 0.002) as running:
         await running.versions.load("desk", 1)
-        await send(redis, keys, request("busy", adapter="desk", sampling=SamplingParams(max_tokens=900)))
+        await send(redis, keys, request("busy", adapter="desk", sampling=SamplingParams(max_tokens=100)))
         await eventually(lambda: running.engine.running == 1)
         await send(redis, keys, request("current", adapter="shop"))
         await send(redis, keys, request("pinned", adapter="shop", version="1"))
+        await send(redis, keys, request("left", adapter="gone"))
+        await eventually(lambda: running.parked == 3)
+        running.cancel("left")
+        await eventually(partial(_all_done, redis, keys, {"busy", "current", "pinned"}))
+        await eventually(lambda: _is_empty(redis, keys))
+    said = await replies(redis, keys)
+    assert not any(isinstance(reply, Failed) or reply.id == "left" for reply in said)
+
+
+async def test_where_no_slot_can_become_free_a_request_may_come_again(redis: Redis, keys: Keys) -> None:
+    """A request that waits for ever beside a snapshot that nobody may throw out."""
+    await store_adapter(redis, keys, "shop", 1)
+    async with serving(redis, settings(slots=1)) as running:
+        running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
+        await eventually(lambda: running.engine.versions.get("desk") == AdapterRef("desk", "0.2"))
+        await send(redis, keys, request("current", adapter="shop"))
+        await send(redis, keys, request("pinned", adapter="shop", version="1"))
         await eventually(lambda: _is_refused(redis, keys, 2))
-        running.cancel("busy")
+        assert running.engine.versions == {"desk": AdapterRef("desk", "0.2")}
     said = {reply.id: (reply.status, reply.code) for reply in await replies(redis, keys) if isinstance(reply, Failed)}
     assert said == dict.fromkeys(("current", "pinned"), (503, "adapter_slots_full"))
 
@@ -252,7 +269,7 @@ async def test_an_old_version_is_fetched_for_who_pins_it(redis: Redis, keys: Key
         for number in range(3):
             await send(redis, keys, request(f"q{number}", adapter="desk", version="1"))
             await eventually(partial(_is_done, redis, keys, f"q{number}"))
-        assert running.engine.versions == {"desk": AdapterRef("desk", "2")}
+        assert running.engine.versions == {}
     assert {str(reply.adapter) for reply in await replies(redis, keys) if isinstance(reply, Delta)} == {"desk@v1"}
 
 

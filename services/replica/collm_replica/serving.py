@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from msgspec import Struct
 from redis.asyncio import Redis
 
 from collm_common import messages
 from collm_common.broker import patiently, stop_all
 from collm_common.clock import Clock
-from collm_common.errors import AdapterError, BrokerError, MessageError, RequestError, Unavailable
+from collm_common.errors import AdapterError, BrokerError, MessageError, RequestError, Unavailable, UnknownModel
 from collm_common.messages import Done, Failed, Request
 from collm_common.requeue import GROUP
 from collm_common.retry import once
@@ -30,6 +31,15 @@ log = logging.getLogger(__name__)
 
 FIRST_READ_S = 60.0
 STRAYS_S = 2.0
+
+
+class Arrival(Struct, frozen=True):
+    """A request on its way into the engine, with the adapter version that it pins or why it is refused."""
+
+    entry_id: str
+    request: Request
+    pinned: Loaded | None
+    refusal: RequestError | None
 
 
 class Serving:
@@ -55,6 +65,7 @@ class Serving:
         self._between_steps: deque[Callable[[], None]] = deque()
         self._forget: list[str] = []
         self._refused: list[tuple[Open, Failed]] = []
+        self._parked: list[Arrival] = []
         self._wake = asyncio.Event()
         self._strays_s = 0.0
 
@@ -82,6 +93,7 @@ class Serving:
 
         def act() -> None:
             self.engine.cancel(request_id)
+            self._forget_parked(request_id)
             if (open_ := self._open.pop(request_id, None)) is not None:
                 self._forget.append(open_.entry_id)
 
@@ -95,6 +107,11 @@ class Serving:
         """Run `act` on the event loop while no step is running."""
         self._between_steps.append(act)
         self._wake.set()
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for an adapter slot."""
+        return len(self._parked)
 
     # --- the engine
 
@@ -118,6 +135,8 @@ class Serving:
         while self._between_steps:
             self._between_steps.popleft()()
         self.versions.install_waiting()
+        if self._parked:
+            self._unpark()
 
     async def _say(self, replies: list[messages.Delta | Done | Failed]) -> None:
         addressed: list[tuple[Open, messages.Reply]] = list(self._refused)
@@ -177,37 +196,71 @@ class Serving:
             refusal = error
         except BrokerError as error:
             refusal = Unavailable(str(error), code="broker_away")
-        self.between_steps(lambda: self._admit(entry.entry_id, request, pinned, refusal))
+        arrival = Arrival(entry.entry_id, request, pinned, refusal)
+        self.between_steps(lambda: self._admit(arrival))
 
-    def _admit(self, entry_id: str, request: Request, pinned: Loaded | None, refusal: RequestError | None) -> None:
+    def _admit(self, arrival: Arrival) -> None:
         """Between two steps. A repeated delivery of an attempt that is here is dropped, a newer attempt replaces it."""
+        request, pinned = arrival.request, arrival.pinned
         self.versions.arrived(request)
         here = self._open.get(request.id)
-        if here is not None and here.entry_id == entry_id:
+        if here is not None and here.entry_id == arrival.entry_id:
             return
         if here is not None and here.attempt >= request.attempt:
-            self._forget.append(entry_id)
+            self._forget.append(arrival.entry_id)
             return
-        open_ = Open(entry_id, request.ingress, request.attempt)
         try:
-            if refusal is not None:
-                raise refusal
-            if pinned is not None and not self.versions.put(pinned):
-                raise Unavailable(f"no adapter slot is free for {pinned.ref}", code="adapter_slots_full")
-            if self.versions.lacks_slot(request.adapter):
-                raise Unavailable(f"no adapter slot is free for {request.adapter}", code="adapter_slots_full")
+            if arrival.refusal is not None:
+                raise arrival.refusal
+            if (pinned is not None and not self.versions.put(pinned)) or self.versions.lacks_slot(request.adapter):
+                self._park(arrival)
+                return
             self.engine.add(request)
             self.reports.admitted(request)
         except RequestError as error:
-            failed = Failed(request.id, request.attempt, error.status, error.code, error.message, error.param)
-            self._refused.append((open_, failed))
+            self._refuse(arrival, error)
             return
         except AdapterError as error:
-            self._refused.append((open_, Failed(request.id, request.attempt, 404, "adapter_unfit", str(error))))
+            self._refuse(arrival, UnknownModel(str(error), param="model", code="adapter_unfit"))
             return
         finally:
             if pinned is not None:
                 self.engine.discard(pinned.ref)
         if here is not None:
             self._forget.append(here.entry_id)
-        self._open[request.id] = open_
+        self._open[request.id] = Open(arrival.entry_id, request.ingress, request.attempt)
+
+    def _park(self, arrival: Arrival) -> None:
+        """Until a running request leaves an adapter slot."""
+        if len(self._parked) >= self.settings.max_waiting:
+            self._refuse(arrival, _no_slot(arrival.request))
+            return
+        self.versions.expect(arrival.request)
+        self._parked.append(arrival)
+
+    def _unpark(self) -> None:
+        """Try again; where nothing runs that could leave a slot, there will be none."""
+        parked, self._parked = self._parked, []
+        for arrival in parked:
+            self._admit(arrival)
+        if self.engine.has_work:
+            return
+        for arrival in self._parked:
+            self.versions.arrived(arrival.request)
+            self._refuse(arrival, _no_slot(arrival.request))
+        self._parked = []
+
+    def _forget_parked(self, request_id: str) -> None:
+        for arrival in [arrival for arrival in self._parked if arrival.request.id == request_id]:
+            self._parked.remove(arrival)
+            self.versions.arrived(arrival.request)
+            self._forget.append(arrival.entry_id)
+
+    def _refuse(self, arrival: Arrival, error: RequestError) -> None:
+        request = arrival.request
+        failed = Failed(request.id, request.attempt, error.status, error.code, error.message, error.param)
+        self._refused.append((Open(arrival.entry_id, request.ingress, request.attempt), failed))
+
+
+def _no_slot(request: Request) -> Unavailable:
+    return Unavailable(f"no adapter slot is free for {request.adapter}", code="adapter_slots_full")
