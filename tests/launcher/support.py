@@ -81,33 +81,39 @@ class SimReplica:
         while True:
             task = await self._rounds.get()
             await self.going.wait()
-            await blobs.put(self.redis, self.keys.update(task.job, task.round, self.id), b"update", b"meta")
-            uploaded = UpdateUploaded(
-                job=task.job,
-                round=task.round,
-                replica=self.id,
-                samples=8,
-                loss=2.0,
-                loss_last=2.0,
-                time_s=SystemClock().now(),
-            )
-            await self.registry.announce(uploaded, task.job)
+            await self.upload(task)
+
+    async def upload(self, task: TrainRound) -> None:
+        await blobs.put(self.redis, self.keys.update(task.job, task.round, self.id), b"update", b"meta")
+        uploaded = UpdateUploaded(
+            job=task.job,
+            round=task.round,
+            replica=self.id,
+            samples=8,
+            loss=2.0,
+            loss_last=2.0,
+            time_s=SystemClock().now(),
+        )
+        await self.registry.announce(uploaded, task.job)
 
     async def report(self) -> None:
         async for now in ticks(0.01, SystemClock()):
-            quiet = InferenceReport(
-                replica=self.id,
-                state=ReplicaState.SERVING,
-                time_s=now,
-                utilisation=0,
-                memory_bytes=0,
-                queue=0,
-                running=0,
-                mean_batch=0,
-                limit=8,
-                train_batch=0,
-            )
-            await self.measured(quiet)
+            await self.report_quiet(now)
+
+    async def report_quiet(self, now: float) -> None:
+        quiet = InferenceReport(
+            replica=self.id,
+            state=ReplicaState.SERVING,
+            time_s=now,
+            utilisation=0,
+            memory_bytes=0,
+            queue=0,
+            running=0,
+            mean_batch=0,
+            limit=8,
+            train_batch=0,
+        )
+        await self.measured(quiet)
 
     async def measured(self, message: InferenceReport | TrainReport) -> None:
         kind, data = messages.kind(message), messages.encode(message)

@@ -18,7 +18,7 @@ from collm_common.messages import (
     UpdateUploaded,
 )
 from collm_common.types import ReplicaInfo, ReplicaState
-from collm_launcher.policy.job import Action, Client, Forget, Job, Phase, Return, Rules, Send
+from collm_launcher.policy.job import Action, Clean, Client, Forget, Job, Phase, Return, Rules, Send
 from collm_launcher.policy.phases import (
     abandon,
     aggregate_again,
@@ -146,6 +146,9 @@ def _lose(job: Job, now: float, replica: str, reason: str) -> list[Action]:
         Send(replica, StopTraining(job=job.id)),
         announce(job, now, f"{replica} left: {reason}"),
     ]
+    if replica not in job.uploads:
+        # It may have died over its upload: half of one is there, and will not expire.
+        actions.append(Clean(job.round, (replica,)))
     if not job.clients:
         made = job.phase in (Phase.AGGREGATING, Phase.EVALUATING)
         leftovers: list[Action] = [clean(job), abandon(job)] if made else []
