@@ -12,7 +12,7 @@ from collm_common.messages import AnyMessage, Control, Event, Telemetry
 from collm_common.streams import append, fields
 
 CONTROL_MAXLEN = 10_000
-TELEMETRY_MAXLEN = 20_000
+TELEMETRY_MAXLEN = 5_000
 EVENTS_MAXLEN = 100_000
 
 
