@@ -22,7 +22,7 @@ async def test_the_loop_survives_a_broker_that_forgot_every_replica(redis: Redis
     async with dispatcher(redis) as running:
         await eventually(lambda: running.leaders and running.leaders["m"].held == 3)
         broker.stop(signal.SIGKILL)
-        shutil.rmtree(Path(broker.folder.name) / "appendonlydir")
+        shutil.rmtree(broker.folder / "appendonlydir")
         broker.start()
         await eventually(lambda: not running.leaders["m"].plan.carriers)
         await register(redis, keys)

@@ -32,9 +32,10 @@ def server_binary() -> str:
 class Broker:
     """One server process on a port of its own, with an append-only file; it can be killed and started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.port = free_port()
-        self.folder = tempfile.TemporaryDirectory(prefix="collm-broker-")
+        self._made = tempfile.TemporaryDirectory(prefix="collm-broker-") if folder is None else None
+        self.folder = Path(self._made.name) if self._made else folder or Path()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -44,9 +45,9 @@ class Broker:
 
     def start(self) -> None:
         """Start and wait until it answers."""
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder.name, "--save", ""]
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
         options += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
-        log = (Path(self.folder.name) / "log").open("ab")
+        log = (self.folder / "log").open("ab")
         self.process = subprocess.Popen([server_binary(), *options], stdout=log, stderr=log)
         log.close()
         deadline = time.monotonic() + 20
@@ -55,8 +56,8 @@ class Broker:
                 try:
                     client.ping()
                 except blocking_redis.ConnectionError:
-                    assert time.monotonic() < deadline, (Path(self.folder.name) / "log").read_text()
-                    assert self.process.poll() is None, (Path(self.folder.name) / "log").read_text()
+                    assert time.monotonic() < deadline, (self.folder / "log").read_text()
+                    assert self.process.poll() is None, (self.folder / "log").read_text()
                 else:
                     return
 
@@ -70,4 +71,5 @@ class Broker:
     def close(self) -> None:
         """Stop for good and remove its files."""
         self.stop(signal.SIGKILL)
-        self.folder.cleanup()
+        if self._made is not None:
+            self._made.cleanup()

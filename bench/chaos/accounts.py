@@ -1,0 +1,86 @@
+"""What must hold when the faults are over: requests, states, keys and memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from redis.asyncio import Redis
+
+from bench.chaos.clients import Record
+from collm_common import messages, streams
+from collm_common.errors import MessageError
+from collm_common.keys import Keys
+from collm_common.messages import StateChanged
+from collm_common.types import ReplicaState
+
+LEGAL = {
+    (ReplicaState.SERVING, ReplicaState.IDLE),
+    (ReplicaState.IDLE, ReplicaState.SERVING),
+    (ReplicaState.IDLE, ReplicaState.COMBINED),
+    (ReplicaState.COMBINED, ReplicaState.SERVING),
+}
+LASTING = r"replicas|streams|adapters|jobs|events|telemetry|fence:.+|replica:.+|latency:.+|config:.+|adapter:.+"
+WORK = r"requests:.+|subflow:.+"
+PASSING = r"lease:.+|replies:.+"
+CONTROL = r"control:.+"
+JOB = r"job:[^:]+(:r\d+:.+)?"
+
+
+def of_requests(records: Sequence[Record]) -> tuple[Counter[str], list[str]]:
+    """(how many ended how, what went wrong)."""
+    ends: Counter[str] = Counter()
+    for record in records:
+        ends[_end(record)] += 1
+        ends["turned away and asked again"] += record.turned_away
+        ends["cut off by the death of their HTTP service and asked again"] += record.cut
+    return ends, [f"{record.kind} by {record.ingress}: {record.fault}" for record in records if record.fault]
+
+
+def _end(record: Record) -> str:
+    if record.fault:
+        return record.fault.partition(":")[0]
+    return "completed" if record.completed else "left by the client"
+
+
+async def of_states(redis: Redis, keys: Keys) -> list[str]:
+    """Every transition that the events tell, against the machine of three states."""
+    problems = []
+    for entry in streams.parse(keys.events, await redis.xrange(keys.events)):
+        try:
+            message = messages.decode(entry.data)
+        except MessageError as error:
+            problems.append(f"unreadable event {entry.entry_id}: {error}")
+            continue
+        if isinstance(message, StateChanged) and (message.before, message.after) not in LEGAL:
+            problems.append(f"{message.replica}: {message.before} -> {message.after}: {message.reason}")
+    return problems
+
+
+async def of_keys(redis: Redis, keys: Keys) -> list[str]:
+    """Keys of an unknown kind, work left over, and what should end but has no end. Called when nothing is running."""
+    jobs = {job.decode() for job in await redis.smembers(keys.jobs)}
+    problems = []
+    async for raw in redis.scan_iter(count=1000):
+        key = raw.decode()
+        name = key.removeprefix(keys.prefix)
+        if not key.startswith(keys.prefix) or not re.fullmatch("|".join((LASTING, WORK, PASSING, CONTROL, JOB)), name):
+            problems.append(f"unknown key {key}")
+        elif re.fullmatch(WORK, name) and (count := await redis.xlen(key)):
+            problems.append(f"{count} entries left in {key}")
+        elif re.fullmatch(PASSING, name) and await redis.pttl(key) == -1:
+            problems.append(f"{key} would stay for ever")
+        elif (update := re.fullmatch(r"job:([^:]+):r\d+:.+", name)) and update[1] not in jobs:
+            problems.append(f"{key} is left of a job that has ended")
+    return problems
+
+
+def of_memory(first: float, last: float, limit: float) -> list[str]:
+    """Of the broker's data, in bytes, early in the run and at its end."""
+    return [f"the broker's data grew from {first:.0f} to {last:.0f} bytes"] if last > first * (1 + limit) else []
+
+
+def lines(title: str, problems: Iterable[str]) -> list[str]:
+    """As the report shows them."""
+    return [f"{title}: {problem}" for problem in problems]
