@@ -7,11 +7,12 @@ CODE := $(PARTS) tests scripts bench
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py
 
-.PHONY: help demo test lint type unit bench compose-test clean
+.PHONY: help demo test lint type unit bench chaos soak compose-test clean
 
 help:
 	@echo "make demo   run the whole loop on this machine: serve, fall idle, fine-tune together, serve better"
 	@echo "make test   lint, types and tests, as CI runs them"
+	@echo "make chaos  200 faults under load on a local stack (about 40 minutes); make soak  an hour of steady load"
 	@echo "make compose-test   docker-compose.yml in a real Docker engine (needs root, docker, debootstrap)"
 	@echo "make lint | type | unit | bench | clean"
 
@@ -48,6 +49,12 @@ unit: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python bench/redis_path.py
+
+chaos: $(VENV)/installed
+	$(BIN)/python -m bench.chaos
+
+soak: $(VENV)/installed
+	$(BIN)/python bench/soak.py
 
 compose-test:
 	$(PYTHON) tests/compose/run.py

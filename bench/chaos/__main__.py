@@ -129,16 +129,17 @@ async def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Hit], l
                 print(f"left out: {fault.name}: {reason}")
         load = Load(list(cell.urls.values()), await questions(cell), arguments.rate, random.Random(arguments.seed))
         asking = asyncio.create_task(load.run())
-        hits, first = [], await data_bytes(cell)
+        hits, first = [], await accounts.kept_bytes(cell.redis, cell.keys)
         for number, turn in enumerate(schedule(faults, arguments.count, rng)):
             hits.append(await strike(cell, load, turn, rng))
             print(told(number, hits[-1], load), flush=True)
-            first = await data_bytes(cell) if number == len(faults) else first
+            if number == len(faults):
+                first = await accounts.kept_bytes(cell.redis, cell.keys)
         load.stop()
         await asking
         problems = [hit.problem for hit in hits if hit.problem]
         problems += accounts.of_requests(load.records)[1]
-        problems += accounts.of_memory(first, await data_bytes(cell), MEMORY_LIMIT)
+        problems += accounts.of_memory(first, await accounts.kept_bytes(cell.redis, cell.keys), MEMORY_LIMIT)
         problems += await accounts.of_states(cell.redis, cell.keys)
         problems += await settled(cell)
         return hits, load.records, problems
@@ -153,11 +154,6 @@ async def settled(cell: Cell) -> list[str]:
                 if not (problems := await accounts.of_keys(cell.redis, cell.keys)):
                     break
     return problems
-
-
-async def data_bytes(cell: Cell) -> float:
-    """What the broker holds."""
-    return float((await cell.redis.info("memory"))["used_memory_dataset"])
 
 
 def told(number: int, hit: Hit, load: Load) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
@@ -34,7 +34,7 @@ def of_requests(records: Sequence[Record]) -> tuple[Counter[str], list[str]]:
     for record in records:
         ends[_end(record)] += 1
         ends["turned away and asked again"] += record.turned_away
-        ends["cut off by the death of their HTTP service and asked again"] += record.cut
+        ends["cut off by the death of their HTTP service and asked again"] += bool(record.cut)
     return ends, [f"{record.kind} by {record.ingress}: {record.fault}" for record in records if record.fault]
 
 
@@ -76,11 +76,16 @@ async def of_keys(redis: Redis, keys: Keys) -> list[str]:
     return problems
 
 
-def of_memory(first: float, last: float, limit: float) -> list[str]:
-    """Of the broker's data, in bytes, early in the run and at its end."""
-    return [f"the broker's data grew from {first:.0f} to {last:.0f} bytes"] if last > first * (1 + limit) else []
+async def kept_bytes(redis: Redis, keys: Keys) -> int:
+    """What the broker holds beside the streams that are kept at a bounded length."""
+    bounded = re.compile(re.escape(keys.prefix) + "(telemetry|events|replies:.+|control:.+)")
+    total = 0
+    async for key in redis.scan_iter(count=1000):
+        if not bounded.fullmatch(key.decode()):
+            total += await redis.memory_usage(key, samples=0) or 0
+    return total
 
 
-def lines(title: str, problems: Iterable[str]) -> list[str]:
-    """As the report shows them."""
-    return [f"{title}: {problem}" for problem in problems]
+def of_memory(first: int, last: int, limit: float) -> list[str]:
+    """Of `kept_bytes` early in the run and at its end."""
+    return [f"what the broker keeps grew from {first} to {last} bytes"] if last > first * (1 + limit) else []

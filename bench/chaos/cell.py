@@ -17,6 +17,7 @@ import aiohttp
 import psutil
 from redis.asyncio import Redis
 
+from bench.chaos.clocks import Clocks
 from bench.chaos.proxy import Proxy
 from collm_common.broker import AWAY, connection
 from collm_common.clock import SystemClock, ticks
@@ -31,7 +32,6 @@ from tests.support.models import tiny_model_folder
 
 REPLICAS = ("r1", "r2", "r3")
 DISPATCHERS = ("dispatcher-1", "dispatcher-2")
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 DISK_MB = 256
 FOR_EVER = RestartPolicy(limit=1_000_000, backoff_s=0.1, backoff_max_s=0.5)
 START_S = 90.0
@@ -61,7 +61,7 @@ class Cell:
     proxies: dict[str, Proxy]
     urls: dict[str, str]
     disk: Path | None
-    clocks: Path | None
+    clocks: Clocks | None
     session: aiohttp.ClientSession
 
     def service(self, name: str) -> Service:
@@ -140,11 +140,6 @@ class Cell:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return type(error).__name__
 
-    def set_clock(self, name: str, offset_s: float) -> None:
-        """Step the wall clock that a service sees; its monotonic clock runs on."""
-        assert self.clocks is not None
-        (self.clocks / name).write_text(f"{offset_s:+.0f}s")
-
     async def _leads(self, name: str) -> bool:
         token = await self.redis.get(self.keys.lease("dispatch:tiny"))
         return bool(token) and bytes(token).startswith(f"{name}-".encode())
@@ -176,7 +171,7 @@ def data_folders(folder: Path) -> list[Path]:
 
 
 def specs(
-    options: StackOptions, model: Path, ports: Mapping[str, int], proxies: Mapping[str, Proxy], clocks: Path | None
+    options: StackOptions, model: Path, ports: Mapping[str, int], proxies: Mapping[str, Proxy], clocks: Clocks | None
 ) -> list[Spec]:
     """The services of a local stack with a second dispatcher, each with its own way to the broker and clock."""
     plain = service_specs(options, model, "", 0)[1:]
@@ -185,23 +180,19 @@ def specs(
     return [_wired(spec, proxies[spec.name], clocks) for spec in plain]
 
 
-def _wired(spec: Spec, proxy: Proxy, clocks: Path | None) -> Spec:
+def _wired(spec: Spec, proxy: Proxy, clocks: Clocks | None) -> Spec:
     env = {**spec.env, "COLLM_REDIS_URL": f"redis://127.0.0.1:{proxy.port}/0"}
     if spec.name.startswith("dispatcher"):
         env["COLLM_DISPATCHER_ID"] = spec.name
     if clocks is not None:
-        (clocks / spec.name).write_text("+0s")
-        env |= {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clocks / spec.name)}
-        env |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"}
+        env |= clocks.environment(spec.name)
     return replace(spec, env=env)
 
 
 @asynccontextmanager
 async def running(folder: Path, env: Mapping[str, str], log: Callable[[str], None]) -> AsyncIterator[Cell]:
     """A cell in which everything is ready; afterwards nothing of it is left."""
-    clocks = folder / "clocks" if FAKETIME.is_file() else None
-    if clocks is not None:
-        clocks.mkdir(parents=True)
+    clocks = Clocks(folder / "clocks") if Clocks.possible() else None
     model = tiny_model_folder(folder / "model", "llama", num_hidden_layers=4)
     with small_disk(folder / "disk") as disk:
         broker = Broker(folder / "disk")

@@ -206,5 +206,5 @@ def verdict(text: str, finished: bool, expected: str) -> str:
     if expected.startswith(text):
         return f"lost: {len(expected) - len(text)} characters of the end are missing"
     shared = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), len(expected))
-    kind = "repeated" if text[shared:] and text[shared:][:20] in expected[:shared] else "mixed"
+    kind = "repeated" if 0 <= expected.find(text[shared : shared + 20]) < shared else "mixed"
     return f"{kind}: {text[shared : shared + 40]!r} instead of {expected[shared : shared + 40]!r} at {shared}"

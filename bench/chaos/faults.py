@@ -16,7 +16,7 @@ from bench.chaos.cell import DISPATCHERS, REPLICAS, Cell
 
 SHORT_S, LONG_S = 1.0, 4.0
 DELAY_S = 0.1
-CLOCK_STEPS_S = (-90.0, -20.0, 20.0, 90.0)
+CLOCK_STEPS_S = (-90, -20, 20, 90)
 SERVICE_LIMIT_S, MODEL_LIMIT_S = 10.0, 30.0
 SERVICES = (*DISPATCHERS, *(f"replica-{replica}" for replica in REPLICAS), "launcher", "coordinator")
 
@@ -182,9 +182,10 @@ async def fill_disk(cell: Cell, rng: random.Random) -> Damage:
 async def step_clock(cell: Cell, rng: random.Random) -> Damage:
     """The wall clock of one service jumps, and jumps back later."""
     name = rng.choice(SERVICES)
-    cell.set_clock(name, rng.choice(CLOCK_STEPS_S))
+    assert cell.clocks is not None
+    cell.clocks.step(name, rng.choice(CLOCK_STEPS_S))
     await asyncio.sleep(rng.uniform(SHORT_S, LONG_S))
-    cell.set_clock(name, 0.0)
+    cell.clocks.step(name, 0)
     return Damage(name)
 
 
@@ -207,7 +208,7 @@ FAULTS = (
     Fault("delay one service's packets", delay),
     Fault("withhold one service's packets", partition, MODEL_LIMIT_S),
     Fault("full disk of the broker", fill_disk, possible=lambda cell: "" if cell.disk else "needs to mount a tmpfs"),
-    Fault("step of one clock", step_clock, possible=lambda cell: "" if cell.clocks else "needs libfaketime"),
+    Fault("step of one clock", step_clock, possible=lambda cell: "" if cell.clocks else "needs a C compiler"),
 )
 
 

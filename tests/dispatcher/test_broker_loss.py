@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from pathlib import Path
 
 from redis.asyncio import Redis
 

@@ -76,7 +76,7 @@ async def patiently(call: Callable[[], Awaitable[T]], deadline_s: float, clock: 
         pause_s = min(1.0, pause_s * 2)
 
 
-async def stop_all(*tasks: asyncio.Task[None]) -> None:
+async def stop_all(*tasks: asyncio.Task[Any]) -> None:
     """Cancel background tasks and wait for them; their own errors surface here.
 
     A cancellation that arrives together with a reply can be swallowed by the client library, so it is repeated.

@@ -12,18 +12,30 @@ from typing import Any, TypeVar
 import uvloop
 
 from collm_common import logs
+from collm_common.broker import stop_all
 from collm_common.errors import CollmError
 from collm_common.settings import Common
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Common)
+T = TypeVar("T")
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
     """SIGTERM and SIGINT set `stop`, from now on."""
     for wanted in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(wanted, stop.set)
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns; None, with `work` cancelled, if `stop` is set first."""
+    tasks = (asyncio.create_task(work), asyncio.create_task(stop.wait()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await tasks[0] if tasks[0].done() else None
+    finally:
+        await stop_all(*tasks)
 
 
 def serve(

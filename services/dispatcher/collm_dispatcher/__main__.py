@@ -13,7 +13,7 @@ from functools import partial
 from collm_common.broker import connection, stop_all
 from collm_common.clock import SystemClock
 from collm_common.errors import SettingsError
-from collm_common.process import serve, stop_on_signals
+from collm_common.process import serve, stop_on_signals, unless_stopped
 from collm_common.settings import load
 from collm_dispatcher.dispatch import dispatching
 from collm_dispatcher.ingress.greeting import greet
@@ -36,7 +36,9 @@ async def live(settings: DispatcherSettings, role: str) -> None:
         if role in ("all", "dispatch"):
             tasks += (await stack.enter_async_context(dispatching(settings, redis, holder, clock))).tasks
         if role in ("all", "ingress"):
-            front = await stack.enter_async_context(ingress(settings, redis, clock))
+            front = await unless_stopped(stop, stack.enter_async_context(ingress(settings, redis, clock)))
+            if front is None:
+                return
             tasks += front.tasks
             log.info("listening on port %d", front.port)
             url = settings.public_url or f"http://localhost:{front.port}"
