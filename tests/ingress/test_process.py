@@ -100,3 +100,20 @@ async def test_a_model_without_a_tokenizer_stops_the_start(broker: Broker, tmp_p
         _, errors = await running.communicate()
     assert running.returncode == 1
     assert b"m: " in errors
+
+
+async def test_a_process_that_waits_for_its_broker_ends_when_it_is_told_to(tokenizer_folder: Path) -> None:
+    """A SIGTERM that is heard only once there is a broker: the container is killed after its grace."""
+    settings = {
+        "REDIS_URL": f"redis://127.0.0.1:{free_port()}/0",
+        "DISPATCHER_MODELS": f'{{"m": "{tokenizer_folder}"}}',
+        "DISPATCHER_PORT": str(free_port()),
+    }
+    async with process(**settings) as running:
+        assert running.stderr is not None
+        async with asyncio.timeout(60):
+            while b"classes: broker away" not in await running.stderr.readline():
+                pass
+            running.send_signal(signal.SIGTERM)
+            await running.communicate()
+        assert running.returncode == 0
