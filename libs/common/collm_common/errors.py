@@ -11,6 +11,7 @@ CollmError
 └── RequestError        a client's request is refused, with HTTP status, code and parameter
     ├── InvalidRequest      400
     ├── UnknownModel        404
+    ├── Conflict            409
     ├── PayloadTooLarge     413
     ├── Overloaded          429, with Retry-After
     ├── Unavailable         503, with Retry-After
@@ -87,6 +88,14 @@ class UnknownModel(RequestError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class Conflict(RequestError):
+    """Not while something else goes on."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class PayloadTooLarge(RequestError):

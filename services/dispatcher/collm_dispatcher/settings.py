@@ -16,7 +16,8 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     """`models` maps the name clients use to the folder or hub name of its tokenizer.
 
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
-    class gets. `public_url` is how clients reach this service, if not by `port` of this machine.
+    class gets. `adapter_dir` is the folder below which adapters may be loaded at run time; "" refuses to.
+    `public_url` is how clients reach this service, if not by `port` of this machine.
     At most `max_queued` requests wait in one stream of the cell, and at most `max_open` of one stream are open at one
     ingress. There are at most `max_streams` streams; one that is of no configured class is removed when it was not
     used for `stream_idle_s`.
@@ -36,6 +37,8 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     max_body_kb: AtLeastOne = 1024
     max_upload_mb: AtLeastOne = 64
     max_queued: AtLeastOne = 1024
+    adapter_dir: str = ""
+    max_adapter_mb: AtLeastOne = 1024
     max_open: AtLeastOne = 1024
     max_tokens: AtLeastOne = 256
     max_attempts: AtLeastOne = 5

@@ -15,7 +15,7 @@ from collm_common.clock import Clock
 from collm_common.errors import BrokerError, InvalidRequest, RequestError, Unavailable
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, Request
-from collm_common.types import Slo
+from collm_common.types import AdapterRef, SamplingParams, Slo
 from collm_dispatcher.ingress import objectives
 from collm_dispatcher.ingress.body import MAX_CHOICES, SEEDS, ChatBody, CompletionBody
 from collm_dispatcher.ingress.courier import Courier
@@ -26,7 +26,7 @@ from collm_dispatcher.ingress.open_requests import Again, Open, OpenRequests
 from collm_dispatcher.ingress.render import Shape
 from collm_dispatcher.ingress.response import Answer, Response
 from collm_dispatcher.ingress.tokenizing import Prompt, Tokenizing
-from collm_dispatcher.settings import DispatcherSettings
+from collm_dispatcher.settings import DEFAULT, DispatcherSettings
 
 log = logging.getLogger(__name__)
 COMPLETION_TOKENS = 16
@@ -76,6 +76,30 @@ class Answers:
         answers = [Answer(open_, self._metrics, arrived_s) for open_ in opened]
         return Response(shape, answers, sum(len(prompt.tokens) for prompt in prompts))
 
+    async def try_out(self, model: str, ref: AdapterRef) -> None:
+        """One token under an adapter version, published or not. Raises RequestError as the replica said that tried."""
+        arrival_s = self._clock.now()
+        request = Request(
+            id=uuid.uuid4().hex,
+            ingress=self._courier.ingress,
+            model=model,
+            adapter=ref.name,
+            version=ref.version,
+            prompt=(1,),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+            slo=self._classes[DEFAULT],
+            arrival_s=arrival_s,
+            deadline_s=arrival_s + self._settings.request_timeout_s,
+        )
+        (open_,) = await self._open([request])
+        # No client offered it, so it counts neither for goodput nor for attainment.
+        answer = Answer(open_, Metrics(self._settings.class_names), self._clock.monotonic())
+        try:
+            async for _ in self._follow(answer):
+                pass
+        finally:
+            await self._end([answer])
+
     async def follow(self, response: Response) -> AsyncGenerator[tuple[int, Delta], None]:
         """Every delta once, with its choice, each choice's in order. Raises RequestError."""
         async for index, delta in merged([self._follow(answer) for answer in response.answers]):
@@ -83,7 +107,10 @@ class Answers:
 
     async def close(self, response: Response) -> None:
         """Afterwards nothing of it is left here or at a replica, whether it ended or not."""
-        for open_ in [answer.open for answer in response.answers if self._let_go(answer)]:
+        await self._end(response.answers)
+
+    async def _end(self, answers: Sequence[Answer]) -> None:
+        for open_ in [answer.open for answer in answers if self._let_go(answer)]:
             self._metrics.cancelled.labels(open_.request.model).inc()
             try:
                 await self._courier.cancel(open_)

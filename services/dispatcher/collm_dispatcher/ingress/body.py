@@ -222,7 +222,7 @@ class CompletionBody(Body, kw_only=True):
         return [item for item in items if not isinstance(item, int)]
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Struct)
 
 
 def parse(kind: type[B], data: bytes) -> B:
@@ -233,7 +233,8 @@ def parse(kind: type[B], data: bytes) -> B:
         raise InvalidRequest(f"the body is not JSON: {error}", param="body", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object", param="body", code="invalid_json")
-    refuse(raw, kind.neutral)
+    if issubclass(kind, Body):
+        refuse(raw, kind.neutral)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

@@ -11,9 +11,10 @@ from typing import Any
 from aiohttp import web
 
 from collm_common.broker import AWAY
-from collm_common.errors import InternalError, RequestError, Unavailable
+from collm_common.errors import InternalError, RequestError, Unavailable, UnknownModel
 from collm_common.messages import Delta
 from collm_dispatcher.ingress import render
+from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
 from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
 from collm_dispatcher.ingress.directory import Directory
@@ -35,12 +36,14 @@ class Routes:
         answers: Answers,
         directory: Directory,
         uploads: Uploads,
+        adapters: AdapterRoutes,
         metrics: Metrics,
         ready: Callable[[], Awaitable[bool]],
         max_body_bytes: int,
         retry_after_s: float,
     ) -> None:
         self._answers, self._directory, self._uploads, self._metrics = answers, directory, uploads, metrics
+        self._adapters = adapters
         self._ready, self._max_body, self._retry_after_s = ready, max_body_bytes, retry_after_s
         self._created = int(time.time())
         self.draining = False
@@ -57,6 +60,8 @@ class Routes:
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_post("/v1/replicas/{id}/data", self._upload)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{id:.+}", self._model)
+        self._adapters.add_to(app.router)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)
@@ -145,6 +150,13 @@ class Routes:
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": self._directory.listing(self._created)})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["id"]
+        for entry in self._directory.listing(self._created):
+            if entry["id"] == name:
+                return web.json_response(entry)
+        raise UnknownModel(f"no model or adapter {name!r}", param="model")
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})

@@ -15,6 +15,8 @@ from collm_common.broker import AWAY, stop_all
 from collm_common.clock import Clock
 from collm_common.retry import once
 from collm_dispatcher.cell import Cell
+from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
+from collm_dispatcher.ingress.adapter_store import AdapterStore
 from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory
@@ -28,6 +30,7 @@ from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)
 PING_S = 2.0
+ADAPTER_STORE_S = 120.0
 
 
 class Ingress:
@@ -60,6 +63,15 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     directory = Directory(settings.models, cell)
     answers = Answers(settings, courier, opened, directory, tokenizers, metrics, clock)
     uploads = Uploads(cell, settings.max_upload_mb << 20, settings.request_timeout_s)
+    adapters = AdapterRoutes(
+        settings.adapter_dir,
+        settings.max_adapter_mb << 20,
+        settings.models,
+        cell,
+        AdapterStore(redis, settings.keys, settings.request_timeout_s + ADAPTER_STORE_S),
+        answers,
+        clock,
+    )
 
     async def broker_answers() -> bool:
         try:
@@ -69,7 +81,14 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
             return False
 
     routes = Routes(
-        answers, directory, uploads, metrics, broker_answers, settings.max_body_kb << 10, settings.retry_after_s
+        answers,
+        directory,
+        uploads,
+        adapters,
+        metrics,
+        broker_answers,
+        settings.max_body_kb << 10,
+        settings.retry_after_s,
     )
     running = Ingress(routes, opened, clock)
     runner = web.AppRunner(routes.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
