@@ -18,8 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # The same examples in every run, so that a red run is a change's fault; HYPOTHESIS_PROFILE=explore draws new ones.
-settings.register_profile("repeat", derandomize=True)
-settings.register_profile("explore", max_examples=1000)
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 

@@ -14,7 +14,7 @@ SIZES = BatchSizes(train=4, infer=8)
 HYPER = m.Hyperparams()
 REPLIES: tuple[m.Reply, ...] = (
     m.Delta("a", 0, 3, (1, 2), "hi", AdapterRef("x", "2.1"), "stop", (m.TokenLogprob(1, -0.5, ((1, -0.5),)),)),
-    m.Done("a", 0, 5, 0.1, 0.2, 0.3, Quality(1.5, 7)),
+    m.Done("a", 0, 5, 0.1, 0.2, 0.3, Quality(1.5, 7), m.Expected(0.1, 0.02, 1.1)),
     m.Failed("a", 1, 503, "rejected-ttl-expired", "too late"),
     m.Lost("a", 2),
 )
@@ -30,6 +30,7 @@ EXAMPLES: list[m.AnyMessage] = [
         arrival_s=1.0,
         deadline_s=float("inf"),
     ),
+    m.Freed(replica="r1", requests=2),
     m.Replies(items=REPLIES),
     m.Cancel(id="a"),
     m.Configure(sizes=SIZES),
@@ -67,6 +68,7 @@ EXAMPLES: list[m.AnyMessage] = [
         versions={"x": "2.1"},
         served=(m.Served(SLO, 3, 0.5),),
         sm_shares=(0.3, 1.0),
+        answered=(m.Answered("chat", 5, 0.3, 0.02, m.Expected(0.1, 0.02)), m.Answered("chat", 1, 0.3)),
     ),
     m.TrainReport(
         replica="r1",

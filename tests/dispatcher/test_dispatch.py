@@ -85,7 +85,7 @@ async def test_a_stale_leader_moves_nothing(redis: Redis, keys: Keys) -> None:
     (entry,) = await queue.read(1, 0)
     item = Waiting(ORIGINAL, entry.entry_id, "q1", "i1", 0, 0.0, 9e9, Slo("s"))
     with pytest.raises(FencedError):
-        await Mover(redis, keys).release(old.key, token, "r1", 4, [item])
+        await Mover(redis, keys).release(old.key, token, "r1", 4, [(item, None)])
     assert await redis.xlen(ORIGINAL) == 1
     assert await lengths(redis, keys, "r1") == [0]
 
@@ -101,7 +101,7 @@ async def test_a_replica_that_must_not_serve_gets_nothing(redis: Redis, keys: Ke
     assert token is not None
     (row,) = streams.parse(ORIGINAL, await redis.xrange(ORIGINAL))
     item = Waiting(ORIGINAL, row.entry_id, "q1", "i1", 0, 0.0, 9e9, Slo("s"))
-    assert await Mover(redis, keys).release(lease.key, token, "r1", 4, [item]) == (0, 0)
+    assert await Mover(redis, keys).release(lease.key, token, "r1", 4, [(item, None)]) == (0, 0)
     assert await redis.xlen(ORIGINAL) == 1
 
 
@@ -347,7 +347,9 @@ async def test_a_stream_that_is_gone_is_made_again(redis: Redis, keys: Keys) -> 
         await offer(redis, keys, request("before"))
         await eventually(lambda: running.leaders and running.leaders["m"].leads)
         await redis.delete(ORIGINAL)
-        await running.leaders["m"]._backlog.reclaim()
+        term = running.leaders["m"].term
+        assert term is not None
+        await term.backlog.reclaim()
         await offer(redis, keys, request("after"))
 
         async def done() -> bool:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collm_common.types import ReplicaState, Slo
-from collm_dispatcher.policy.balance import Carrier, preference
-from collm_dispatcher.policy.pacing import Mode, Room, deal
+from collm_dispatcher.policy.fill import Carrier, preference
+from collm_dispatcher.policy.micro import Lane, MicroCycle
+from collm_dispatcher.policy.pacing import Mode
 from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
 from tests.dispatcher.exact import Job, Server, best
 
@@ -43,6 +44,7 @@ def test_waiting_for_a_full_batch_can_be_best() -> None:
 def play(jobs: Sequence[Job], servers: Sequence[Server]) -> float:
     """What the policies make of the jobs as they come: earliest deadline first, into the best replica that is free."""
     queue = DeadlineQueue()
+    micro = MicroCycle(queue)
     ranked = sorted(range(len(servers)), key=lambda n: preference(_carrier(n, servers[n])))
     free_s, value = [0.0] * len(servers), 0.0
     moments = [job.arrival_s for job in jobs]
@@ -55,17 +57,18 @@ def play(jobs: Sequence[Job], servers: Sequence[Server]) -> float:
                 seen.add(number)
                 queue.add(Waiting("s", str(number), str(number), "i", 0, job.arrival_s, job.deadline_s, SLO))
         queue.shed(now)
-        rooms = [Room(str(n), servers[n].b, 0) for n in ranked if free_s[n] <= now]
-        first = queue.first(sum(room.b for room in rooms))
-        dealt = deal(rooms, len(first))
-        for room in rooms:
-            batch = [item for item, id_ in zip(first, dealt, strict=True) if id_ == room.id]
+        free = [n for n in ranked if free_s[n] <= now]
+        micro.follow([Lane(str(n), Mode(servers[n].b)) for n in free], {"s": [str(n) for n in free]})
+        for n in free:
+            micro.count(str(n), 0)
+        released, _ = micro.decide(now, len(jobs))
+        for n in free:
+            batch = [release.item for release in released if release.replica == str(n)]
             if batch:
-                server = servers[int(room.id)]
-                end_s = now + server.service_s(len(batch))
-                free_s[int(room.id)] = end_s
+                end_s = now + servers[n].service_s(len(batch))
+                free_s[n] = end_s
                 heapq.heappush(moments, end_s)
-                value += server.quality * sum(end_s <= item.deadline_s for item in batch)
+                value += servers[n].quality * sum(end_s <= item.deadline_s for item in batch)
             for item in batch:
                 queue.remove(item)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
 
 import pytest
 from redis.asyncio import Redis
@@ -13,6 +14,7 @@ from collm_common.keys import Keys
 from collm_common.lease import Lease
 from collm_common.messages import Done
 from collm_common.types import Slo
+from collm_dispatcher.dispatch import Dispatch
 from collm_dispatcher.originals import Bounds, Originals
 from tests.dispatcher.support import dispatcher, replica
 from tests.replica.support import replies, request
@@ -105,5 +107,10 @@ async def test_unused_streams_go_and_no_request_with_them(redis: Redis, keys: Ke
             return bool(await redis.smembers(keys.streams) == {b"m|default"})
 
         await eventually(gone)
-        await eventually(lambda: len(running.leaders["m"]._backlog._readers) == 1)
+        await eventually(lambda: len(_readers(running)) == 1)
     assert await redis.keys(keys.requests("m", "ttft*")) == []
+
+
+def _readers(running: Dispatch) -> Collection[str]:
+    term = running.leaders["m"].term
+    return term.backlog._readers if term is not None else ()

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from collm_common.types import Slo
 from collm_dispatcher.policy.pacing import (
     Mode,
-    Room,
     Shape,
     StepTime,
-    combined_mode,
-    deal,
+    attained,
+    best,
     due_s,
+    first_s,
     keeps,
     service_s,
     serving_mode,
+    token_s,
 )
 
 times = st.floats(0.001, 1.0)
@@ -32,12 +33,6 @@ batches = st.integers(1, 40)
 def line(base_s: float, slope_s: float) -> StepTime:
     """c3 + c1 b."""
     return lambda b: base_s + slope_s * b
-
-
-@st.composite
-def rooms(draw: st.DrawFn) -> list[Room]:
-    sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6))
-    return [Room(f"r{rank}", b, in_flight) for rank, (b, in_flight) in enumerate(sizes)]
 
 
 @given(base_s=times, slope_s=times, shape=shapes, slo=slos, most=batches)
@@ -69,24 +64,76 @@ def test_a_slower_replica_never_gets_a_larger_batch(
     ("slo", "kept"),
     [
         (Slo("s"), True),
-        (Slo("s", e2e_s=2.5), True),
-        (Slo("s", e2e_s=2.4), False),
-        (Slo("s", tpot_s=0.2), True),
-        (Slo("s", tpot_s=0.19), False),
-        (Slo("s", ttft_s=0.7), True),
-        (Slo("s", ttft_s=0.69), False),
-        (Slo("s", ttft_s=9, tpot_s=9, e2e_s=2.4), False),
+        (Slo("s", e2e_s=3.51), True),
+        (Slo("s", e2e_s=3.49), False),
+        (Slo("s", tpot_s=0.31), True),
+        (Slo("s", tpot_s=0.29), False),
+        (Slo("s", ttft_s=0.91), True),
+        (Slo("s", ttft_s=0.89), False),
+        (Slo("s", ttft_s=9, tpot_s=9, e2e_s=3.49), False),
     ],
 )
 def test_every_limit_of_an_objective_counts(slo: Slo, kept: bool) -> None:
-    """An objective of which only one limit is looked at: prefill 0.5 s, 10 tokens of 0.2 s."""
+    """An objective of which only one limit is looked at: prefill 0.5 s, 10 tokens of 0.2 s, two others beside."""
     assert keeps(slo, lambda b: 0.2, Shape(0.5, 10), 3) is kept
+
+
+@given(base_s=times, slope_s=times, shape=shapes, b=st.integers(2, 40))
+def test_more_requests_make_every_latency_longer(base_s: float, slope_s: float, shape: Shape, b: int) -> None:
+    """A search by halving over something that falls in between finds a batch that is too large."""
+    step = line(base_s, slope_s)
+    for latency in (service_s, token_s, first_s):
+        assert latency(step, shape, b) >= latency(step, shape, b - 1) - 1e-12
+
+
+@given(base_s=times, slope_s=times, prefill_s=st.floats(0, 1), tokens=st.floats(1, 100), b=batches)
+def test_prefill_and_tokens_add_up_to_the_time_of_a_request(
+    base_s: float, slope_s: float, prefill_s: float, tokens: float, b: int
+) -> None:
+    """Two formulas for one thing: a batch that keeps the end and breaks the pace."""
+    step, shape = line(base_s, slope_s), Shape(prefill_s, tokens)
+    total = prefill_s + tokens * token_s(step, shape, b)
+    assert math.isclose(total, service_s(step, shape, b), rel_tol=1e-9)
+
+
+def test_the_prefills_of_the_others_count() -> None:
+    """Long prompts and short answers: by its own prefill alone, 64 requests would fit into half a second."""
+    code = Shape(prefill_s=0.06, output_tokens=28)
+    assert best(Slo("s", e2e_s=0.5), lambda b: 0.007, code, 64) == 5
+
+
+def test_the_batch_gives_up_the_longest_answers_when_that_serves_more() -> None:
+    """One answer in ten that can never be in time, and keeps the batch of all others at one."""
+    step, slo = line(0.01, 0.001), Slo("s", e2e_s=2.0)
+    shape = Shape(0.0, 120.0, (20.0,) * 9 + (1000.0,))
+    assert best(slo, step, shape, 80) == 80
+    assert best(slo, step, Shape(0.0, 100.0, (100.0,)), 80) == 10
+
+
+@given(
+    base_s=times,
+    slope_s=times,
+    prefill_s=st.floats(0, 1),
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    slo=slos,
+    most=st.integers(1, 20),
+)
+def test_no_other_batch_has_more_requests_in_time(
+    base_s: float, slope_s: float, prefill_s: float, lengths: list[int], slo: Slo, most: int
+) -> None:
+    """A search that stops at the first batch it likes."""
+    step = line(base_s, slope_s)
+    shape = Shape(prefill_s, sum(lengths) / len(lengths), tuple(sorted(map(float, lengths))))
+    values = {b: attained(slo, step, shape, b) * b / service_s(step, shape, b) for b in range(1, most + 1)}
+    b = best(slo, step, shape, most)
+    assert (b == 0) is (max(values.values()) == 0)
+    assert b == 0 or values[b] >= max(values.values()) * (1 - 1e-9)
 
 
 @given(base_s=times, slope_s=times, shape=shapes, b=batches)
 def test_the_pace_keeps_exactly_b_in_flight(base_s: float, slope_s: float, shape: Shape, b: int) -> None:
     """Little's law: lambda S = b. A pace above it builds a queue in the replica, one below lets it idle."""
-    mode = combined_mode(line(base_s, slope_s), shape, b)
+    mode = serving_mode(line(base_s, slope_s), shape, [], b)
     assert mode.b == b
     assert mode.service_s == service_s(line(base_s, slope_s), shape, b)
     assert mode.rate is not None
@@ -96,7 +143,6 @@ def test_the_pace_keeps_exactly_b_in_flight(base_s: float, slope_s: float, shape
 def test_without_a_fit_the_engines_own_limit_is_the_mode() -> None:
     """A pace invented from nothing."""
     assert serving_mode(None, Shape(), [Slo("s", e2e_s=0.001)], 8) == Mode(8)
-    assert combined_mode(None, Shape(), 3) == Mode(3)
     assert Mode(8).rate is None
 
 
@@ -119,29 +165,3 @@ def test_holding_back_never_costs_a_deadline(
         assert due == now
     else:
         assert due == now or due + service <= deadline_s + 1e-9
-
-
-@given(offered=rooms(), count=st.integers(0, 40))
-def test_dealing_fills_rooms_and_nothing_more(offered: list[Room], count: int) -> None:
-    """More than b in flight at a replica, or room that is left while requests wait."""
-    dealt = deal(offered, count)
-    free = {room.id: max(0, room.b - room.in_flight) for room in offered}
-    assert len(dealt) == min(count, sum(free.values()))
-    assert all(dealt.count(id_) <= most for id_, most in free.items())
-
-
-@given(offered=rooms(), count=st.integers(1, 40))
-def test_the_replica_with_the_smallest_share_gets_the_next(offered: list[Room], count: int) -> None:
-    """One replica that is filled while another one stands empty."""
-    dealt = deal(offered, count)
-    assume(dealt)
-    in_flight = {room.id: room.in_flight for room in offered}
-    for id_ in dealt:
-        shares = {room.id: in_flight[room.id] / room.b for room in offered if in_flight[room.id] < room.b}
-        assert shares[id_] == min(shares.values())
-        in_flight[id_] += 1
-
-
-def test_ties_go_to_the_preferred_replica() -> None:
-    """An order of preference that is lost on the way."""
-    assert deal([Room("best", 2, 0), Room("worse", 2, 0)], 3) == ["best", "worse", "best"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collm_common.types import Slo
-from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
+from collm_dispatcher.policy.queue import MAX_FLOWS, DeadlineQueue, Waiting
 
 deadlines = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30)
 
@@ -98,3 +98,94 @@ def test_equal_deadlines_go_by_arrival(reverse: bool) -> None:
     for item in reversed(items) if reverse else items:
         queue.add(item)
     assert queue.first(5) == items
+
+
+# --- fairness
+
+
+def of(flow: str, number: int, deadline_s: float) -> Waiting:
+    """A request of `stream/tenant`."""
+    stream, tenant = flow.split("/")
+    return Waiting(stream, f"{flow}-{number}", f"{flow}{number}", "i1", 0, 0.0, deadline_s, Slo("s"), tenant=tenant)
+
+
+def flooded(counts: dict[str, int], lead: int) -> DeadlineQueue:
+    """Flows whose names come earlier have the earlier deadlines."""
+    queue = DeadlineQueue(lead)
+    for rank, (flow, count) in enumerate(counts.items()):
+        for number in range(count):
+            queue.add(of(flow, number, 1000.0 * rank + number + 1))
+    return queue
+
+
+@given(
+    counts=st.dictionaries(st.sampled_from(["x/a", "x/b", "y/a", "y/c"]), st.integers(1, 60), min_size=2),
+    lead=st.integers(0, 8),
+)
+def test_while_two_wait_neither_gets_far_ahead(counts: dict[str, int], lead: int) -> None:
+    """A tenant, or a strict class, whose flood of early deadlines keeps everybody else waiting for ever."""
+    queue = flooded(counts, lead)
+    served = dict.fromkeys(counts, 0)
+    while (item := queue.pick()) is not None:
+        served[f"{item.key}/{item.tenant}"] += 1
+        queue.remove(item)
+        waiting_still = [served[flow] for flow in counts if served[flow] < counts[flow]]
+        if len(waiting_still) == len(counts):
+            assert max(waiting_still) - min(waiting_still) <= lead + 1
+    assert served == counts
+
+
+@given(deadlines=st.lists(st.integers(1, 99), max_size=16))
+def test_within_the_lead_the_deadline_alone_decides(deadlines: list[int]) -> None:
+    """Fairness that costs deadlines although there is room for all."""
+    queue = DeadlineQueue(lead=16)
+    for number, deadline_s in enumerate(deadlines):
+        queue.add(of("x/a" if number % 3 else "x/b", number, deadline_s))
+    assert [item.deadline_s for item in queue.first(99)] == sorted(deadlines)
+
+
+def test_who_was_away_has_no_claim_to_the_turns_it_did_not_use() -> None:
+    """A tenant that comes back after a quiet hour and takes the cell for itself until it has caught up."""
+    queue = flooded({"x/busy": 50, "x/away": 0}, lead=2)
+    for _ in range(40):
+        item = queue.pick()
+        assert item is not None
+        queue.remove(item)
+    for number in range(20):
+        queue.add(of("x/away", number, 1.0))
+    turns = [item.tenant for item in queue.first(10)]
+    assert 3 <= turns.count("busy") <= 6
+
+
+def test_many_tenants_share_what_is_kept_of_them() -> None:
+    """A client that invents tenants until the dispatcher's memory is full."""
+    queue = DeadlineQueue()
+    for number in range(3 * MAX_FLOWS):
+        queue.add(of(f"x/t{number}", number, number + 1.0))
+    assert len(queue._flows) <= MAX_FLOWS + 1
+    picked = queue.first(999)
+    assert len(picked) == 3 * MAX_FLOWS
+    for item in picked:
+        queue.remove(item)
+    queue.add(of("x/new", 1, 1.0))
+    assert len(queue._flows) == 1
+
+
+@given(rows=deadlines, now=st.integers(0, 20), data=st.data())
+def test_what_is_picked_and_put_back_is_where_it_was(
+    rows: list[tuple[int, bool]], now: int, data: st.DataObject
+) -> None:
+    """A release that failed and that changed the order of all others, or was forgotten when its time ran out."""
+    queue, items = filled(rows)
+    before = queue.first(99)
+    picked = [item for item in (queue.pick() for _ in range(data.draw(st.integers(0, 5)))) if item is not None]
+    assert queue.waiting == len(items) - len(picked)
+    early = queue.shed(now) if data.draw(st.booleans()) else []
+    assert not {item.entry_id for item in early} & {item.entry_id for item in picked}
+    for item in reversed(picked):
+        queue.restore(item)
+    late = queue.shed(now)
+    expected = {item.entry_id for item in items if item.refused_s <= now}
+    assert {item.entry_id for item in early + late} == expected
+    in_time = [item for item in before if item.deadline_s > now]
+    assert [item for item in queue.first(99) if item.deadline_s > now] == in_time

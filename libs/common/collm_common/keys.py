@@ -75,6 +75,11 @@ class Keys(Struct, frozen=True):
         return self._key("telemetry")
 
     @property
+    def room(self) -> str:
+        """Room that has come back at the replicas."""
+        return self._key("room")
+
+    @property
     def events(self) -> str:
         """Every state change with from, to and reason."""
         return self._key("events")

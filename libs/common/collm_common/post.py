@@ -8,10 +8,11 @@ from redis.asyncio import Redis
 
 from collm_common import messages
 from collm_common.keys import Keys
-from collm_common.messages import AnyMessage, Control, Event, Telemetry
+from collm_common.messages import AnyMessage, Control, Event, Freed, Telemetry
 from collm_common.streams import append, fields
 
 CONTROL_MAXLEN = 10_000
+ROOM_MAXLEN = 1_000
 TELEMETRY_MAXLEN = 5_000
 EVENTS_MAXLEN = 100_000
 
@@ -29,6 +30,11 @@ async def report(redis: Redis, keys: Keys, message: Telemetry) -> None:
 async def event(redis: Redis, keys: Keys, message: Event, about: str) -> None:
     """What happened, for all."""
     await _append(redis, keys.events, message, about, EVENTS_MAXLEN)
+
+
+def queue_freed(pipe: Any, keys: Keys, replica: str, requests: int) -> None:
+    """Room has come back at a replica, as a part of the caller's transaction."""
+    _queue(pipe, keys.room, Freed(replica=replica, requests=requests), replica, ROOM_MAXLEN)
 
 
 def queue_command(pipe: Any, keys: Keys, replica: str, message: Control, about: str) -> None:

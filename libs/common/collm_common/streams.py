@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from collm_common.broker import BLOCK_S
 
 log = logging.getLogger(__name__)
+NOTE = b"note"
 Rows = Sequence[tuple[bytes, dict[bytes, bytes] | None]]
 
 
@@ -26,13 +27,14 @@ class AckPolicy(Enum):
 
 
 class Entry(Struct, frozen=True):
-    """One stream entry; `key` is its stream, `entry_id` its Redis id."""
+    """One stream entry; `key` is its stream, `entry_id` its Redis id, `note` what was written on it on its way."""
 
     key: str
     entry_id: str
     kind: str
     id: str
     data: bytes
+    note: bytes = b""
 
 
 def fields(kind: str, id_: str, data: bytes) -> dict[Any, Any]:
@@ -44,7 +46,12 @@ def parse(key: str, rows: Rows) -> list[Entry]:
     """Entries of one reply. What has no body (a ghost of a trimmed stream) or not the fields of one is left out."""
     return [
         Entry(
-            key, id_.decode(), row[b"kind"].decode(errors="replace"), row[b"id"].decode(errors="replace"), row[b"data"]
+            key,
+            id_.decode(),
+            row[b"kind"].decode(errors="replace"),
+            row[b"id"].decode(errors="replace"),
+            row[b"data"],
+            row.get(NOTE, b""),
         )
         for id_, row in rows
         if row and b"kind" in row and b"id" in row and b"data" in row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container
+from typing import Protocol
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -18,21 +19,25 @@ from collm_common.messages import Request
 from collm_common.requeue import GROUP
 from collm_common.retry import forever, once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
-from collm_common.types import Slo
-from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
+from collm_dispatcher.policy.queue import DeadlineQueue, Place, Waiting
+from collm_dispatcher.policy.streams import Streams
 
 log = logging.getLogger(__name__)
 READ_COUNT = 256
-SLO_MEMORY_S = 30.0
-PROMPT_WEIGHT = 0.05
+
+
+class Listener(Protocol):
+    """Who is told what comes in."""
+
+    def latest_s(self, request: Request) -> float | None:
+        """When a request must begin to be in time (Unix seconds); None: not known."""
+
+    def arrived(self, news: bool) -> None:
+        """After each batch of new entries; `news`: one of them changes what is known of its stream."""
 
 
 class Backlog:
-    """One reader task a stream; at most about `max_held` entries are held, the rest waits in Redis.
-
-    `on_arrival` is called after each batch of new entries, `latest_s` says when one must begin to be in time (Unix
-    seconds, None: not known); `prompt_tokens` is the moving average of their prompts.
-    """
+    """One reader task a stream; at most about `max_held` entries are held, the rest waits in Redis."""
 
     def __init__(
         self,
@@ -41,19 +46,17 @@ class Backlog:
         consumer: str,
         max_held: int,
         clock: Clock,
-        on_arrival: Callable[[], None],
-        latest_s: Callable[[Request], float | None],
+        learned: Streams,
+        listener: Listener,
     ) -> None:
         self._redis, self._keys, self._consumer, self._clock = redis, keys, consumer, clock
-        self._max_held, self._on_arrival, self._latest_s = max_held, on_arrival, latest_s
+        self._max_held, self._learned, self._listener = max_held, learned, listener
         self._streams: dict[str, WorkQueue] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._used_s: dict[str, float] = {}
         self._space, self._closed = asyncio.Event(), False
-        self._slos: dict[str, tuple[Slo, float]] = {}
+        self._settled: set[Place] = set()
         self.queue = DeadlineQueue()
-        self.arrivals = 0
-        self.prompt_tokens = 0.0
 
     def follow(self, key: str) -> None:
         """Start to read a stream; once is enough."""
@@ -71,7 +74,9 @@ class Backlog:
                 continue
             del self._streams[key], self._used_s[key]
             await stop_all(self._readers.pop(key))
-            if not await remove(key):
+            if await remove(key):
+                self._learned.forget(key)
+            else:
                 self.follow(key)
 
     async def close(self) -> None:
@@ -85,20 +90,16 @@ class Backlog:
             if task.done():
                 task.result()
 
-    def slos(self) -> list[Slo]:
-        """The objectives of lately seen requests."""
-        since = self._clock.monotonic() - SLO_MEMORY_S
-        self._slos = {key: seen for key, seen in self._slos.items() if seen[1] >= since}
-        return [slo for slo, _ in self._slos.values()]
-
     def settle(self, item: Waiting) -> None:
         """It was released or is gone."""
         self.queue.remove(item)
+        self._settled.add(item.place)
         self._space.set()
 
     async def reclaim(self) -> None:
         """Take over what other consumers hold (they do not lead), and what was sent here but never arrived."""
         for key, stream in list(self._streams.items()):
+            self._settled.clear()
             held = sum(1 for item in self.queue if item.key == key)
             try:
                 summary = await self._redis.xpending(key, GROUP)
@@ -112,7 +113,9 @@ class Backlog:
                 if name != self._consumer:
                     await self._take(stream, await stream.claim(name, READ_COUNT))
                 elif consumer["pending"] > held:
-                    await self._take(stream, await stream.unfinished(self._max_held))
+                    entries = await stream.unfinished(self._max_held)
+                    # Settled while this was on its way: it would come back as one that nobody can move.
+                    await self._take(stream, [entry for entry in entries if _place(entry) not in self._settled])
 
     async def _follow(self, stream: WorkQueue) -> None:
         await once(stream.key, stream.create, self._clock)
@@ -125,6 +128,7 @@ class Backlog:
         await self._take(stream, await stream.read(READ_COUNT))
 
     async def _take(self, stream: WorkQueue, entries: list[Entry]) -> None:
+        news = False
         for entry in entries:
             try:
                 request = messages.decode_as(Request, entry.data)
@@ -132,19 +136,21 @@ class Backlog:
                 log.error("dropping entry %s of %s: %s", entry.entry_id, entry.key, error)
                 await stream.ack(entry.entry_id)
                 continue
-            if (entry.key, entry.entry_id) in self.queue:
+            if _place(entry) in self.queue:
                 continue
-            self.arrivals += 1
             length = len(request.prompt) + len(request.prefix)
-            self.prompt_tokens += (length - self.prompt_tokens) * (PROMPT_WEIGHT if self.prompt_tokens else 1.0)
-            self._slos[entry.key] = (request.slo, self._clock.monotonic())
-            self.queue.add(_waiting(entry, request, self._latest_s(request)))
+            news |= self._learned.arrived(entry.key, request.slo, length, self._clock.monotonic())
+            self.queue.add(_waiting(entry, request, length, self._listener.latest_s(request)))
         if entries:
             self._used_s[stream.key] = self._clock.monotonic()
-            self._on_arrival()
+            self._listener.arrived(news)
 
 
-def _waiting(entry: Entry, request: Request, latest_s: float | None) -> Waiting:
+def _place(entry: Entry) -> Place:
+    return (entry.key, entry.entry_id)
+
+
+def _waiting(entry: Entry, request: Request, prompt_tokens: int, latest_s: float | None) -> Waiting:
     return Waiting(
         key=entry.key,
         entry_id=entry.entry_id,
@@ -155,4 +161,5 @@ def _waiting(entry: Entry, request: Request, latest_s: float | None) -> Waiting:
         deadline_s=request.deadline_s,
         slo=request.slo,
         latest_s=latest_s,
+        prompt_tokens=prompt_tokens,
     )

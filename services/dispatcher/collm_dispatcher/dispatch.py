@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
+from collm_common import messages
 from collm_common.broker import stop_all
 from collm_common.clock import Clock, ticks
+from collm_common.errors import MessageError
+from collm_common.messages import Freed, InferenceReport
 from collm_common.retry import forever
+from collm_common.streams import Entry, Tail
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.leader import Leader
 from collm_dispatcher.settings import DispatcherSettings
+
+log = logging.getLogger(__name__)
+READ_COUNT = 512
 
 
 class Dispatch:
@@ -31,6 +39,29 @@ class Dispatch:
             await forever("streams", self._discover, self.clock)
         finally:
             await stop_all(*self._tasks.values())
+
+    async def listen(self) -> None:
+        """For ever: tell the leaders what replicas say. What is missed, the next macro-cycle sees by itself."""
+        tail = Tail(self.redis, self.settings.keys.room, self.settings.keys.telemetry)
+
+        async def step() -> None:
+            for entry in await tail.read(READ_COUNT):
+                self._hear(entry)
+
+        await forever("room", step, self.clock)
+
+    def _hear(self, entry: Entry) -> None:
+        try:
+            message = messages.decode(entry.data)
+        except MessageError as error:
+            log.error("skipping entry %s of %s: %s", entry.entry_id, entry.key, error)
+            return
+        terms = [leader.term for leader in self.leaders.values() if leader.term is not None]
+        for term in terms:
+            if isinstance(message, Freed):
+                term.freed(message)
+            elif isinstance(message, InferenceReport):
+                term.reported(message)
 
     async def _discover(self) -> None:
         async for _ in ticks(self.settings.refresh_s, self.clock):
@@ -60,7 +91,8 @@ async def dispatching(settings: DispatcherSettings, redis: Redis, holder: str, c
     """The role with a cell view of its own, for as long as the block runs."""
     cell = Cell(redis, settings.keys, clock)
     dispatch = Dispatch(settings, redis, cell, holder, clock)
-    dispatch.tasks = [asyncio.create_task(loop) for loop in (cell.run(settings.refresh_s), dispatch.run())]
+    loops = (cell.run(settings.refresh_s), dispatch.run(), dispatch.listen())
+    dispatch.tasks = [asyncio.create_task(loop) for loop in loops]
     try:
         yield dispatch
     finally:

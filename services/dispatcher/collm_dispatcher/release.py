@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from redis.asyncio import Redis
 
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
-from collm_common.messages import Failed
+from collm_common.messages import Expected, Failed
 from collm_common.requeue import GROUP, GiveUp
 from collm_common.types import ReplicaState
 from collm_dispatcher.policy.queue import Waiting
 
 RELEASE = """
 -- KEYS: leader lease, subflow, replica hash, replica lease, then the original stream of each entry.
--- ARGV: token, most in flight, group, idle state, then each entry id.
+-- ARGV: token, most in flight, group, idle state, then each entry id and what is noted on it.
 -- Returns the room that is left, then for each entry it got to: 1 moved, 0 gone (its client left).
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
 local room = tonumber(ARGV[2]) - redis.call('XLEN', KEYS[2])
@@ -24,13 +25,17 @@ if seen[1] ~= '1' or seen[2] == ARGV[4] or redis.call('EXISTS', KEYS[4]) == 0 th
 local moved = {0}
 for i = 5, #KEYS do
   if room <= 0 then break end
-  local rows = redis.call('XRANGE', KEYS[i], ARGV[i], ARGV[i])
-  redis.call('XACK', KEYS[i], ARGV[3], ARGV[i])
+  local id, note = ARGV[2 * i - 5], ARGV[2 * i - 4]
+  local rows = redis.call('XRANGE', KEYS[i], id, id)
+  redis.call('XACK', KEYS[i], ARGV[3], id)
   if #rows == 0 then
     moved[#moved + 1] = 0
   else
-    redis.call('XDEL', KEYS[i], ARGV[i])
-    redis.call('XADD', KEYS[2], '*', unpack(rows[1][2]))
+    redis.call('XDEL', KEYS[i], id)
+    local fields = rows[1][2]
+    fields[#fields + 1] = 'note'
+    fields[#fields + 1] = note
+    redis.call('XADD', KEYS[2], '*', unpack(fields))
     room = room - 1
     moved[#moved + 1] = 1
   end
@@ -49,17 +54,19 @@ class Mover:
         self._give_up = GiveUp(redis, keys)
 
     async def release(
-        self, lease_key: str, token: str, replica: str, most: int, entries: Sequence[Waiting]
+        self, lease_key: str, token: str, replica: str, most: int, entries: Sequence[tuple[Waiting, Expected | None]]
     ) -> tuple[int, int]:
         """Move `entries` in order while the replica has room for `most` in flight; (room left, entries settled).
 
-        A settled entry was moved or is gone. Raises FencedError, with nothing moved, if the token is not the lease's.
+        Each takes along what is expected of it. A settled entry was moved or is gone.
+        Raises FencedError, with nothing moved, if the token is not the lease's.
         """
         keys = [lease_key, self._keys.subflow(replica), self._keys.replica(replica), self._keys.lease(replica)]
-        args: list[str | int] = [token, most, GROUP, ReplicaState.IDLE.value]
-        reply = await self._release(
-            keys=keys + [entry.key for entry in entries], args=args + [entry.entry_id for entry in entries]
-        )
+        args: list[str | int | bytes] = [token, most, GROUP, ReplicaState.IDLE.value]
+        for entry, expected in entries:
+            keys.append(entry.key)
+            args += [entry.entry_id, b"" if expected is None else msgspec.json.encode(expected)]
+        reply = await self._release(keys=keys, args=args)
         if reply is None:
             raise FencedError(f"{token} does not lead any more")
         return int(reply[0]), len(reply) - 1

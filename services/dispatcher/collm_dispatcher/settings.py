@@ -49,11 +49,11 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     lease_ttl_s: Positive = 1.2
     refresh_s: Positive = 0.25
     macro_s: Positive = 0.25
-    poll_s: Positive = 0.004
     hold_s: Annotated[float, Meta(ge=0)] = 0.0
     max_held: AtLeastOne = 4096
     headroom: Fraction = 0.2
     pause_s: Positive = 1.0
+    stop_s: Positive = 10.0
     resume_s: Positive = 10.0
     away_grace_s: Positive = 6.0
 

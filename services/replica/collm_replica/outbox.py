@@ -10,10 +10,10 @@ from functools import partial
 from msgspec import Struct
 from redis.asyncio import Redis
 
-from collm_common import messages, streams
+from collm_common import messages, post, streams
 from collm_common.broker import patiently
 from collm_common.keys import Keys
-from collm_common.messages import Done, Failed, Replies, Reply
+from collm_common.messages import Done, Expected, Failed, Replies, Reply
 from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
 
 MAX_BACKLOG = 256
@@ -21,11 +21,13 @@ PATIENCE_S = 60.0
 
 
 class Open(Struct, frozen=True):
-    """A request that is here: the entry to acknowledge and the ingress that waits."""
+    """A request that is here: the entry to acknowledge, the ingress that waits, and what is expected of it."""
 
     entry_id: str
     ingress: str
     attempt: int
+    slo: str = ""
+    expected: Expected | None = None
 
 
 class Outbox:
@@ -35,7 +37,7 @@ class Outbox:
     """
 
     def __init__(self, redis: Redis, keys: Keys, replica: str) -> None:
-        self._redis, self._keys, self._subflow = redis, keys, keys.subflow(replica)
+        self._redis, self._keys, self._replica, self._subflow = redis, keys, replica, keys.subflow(replica)
         self.unacknowledged: set[str] = set()
         self._queue: asyncio.Queue[tuple[list[tuple[str, Reply]], list[str]]] = asyncio.Queue(MAX_BACKLOG)
 
@@ -70,4 +72,5 @@ class Outbox:
             if entry_ids:
                 pipe.xack(self._subflow, GROUP, *entry_ids)
                 pipe.xdel(self._subflow, *entry_ids)
+                post.queue_freed(pipe, self._keys, self._replica, len(entry_ids))
             await pipe.execute()

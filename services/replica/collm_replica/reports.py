@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from collm_common import post
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
-from collm_common.messages import Delta, Done, Failed, InferenceReport, Request
+from collm_common.messages import Answered, Delta, Done, Failed, InferenceReport, Request
 from collm_common.registry import Registry
 from collm_common.types import BatchSizes
 from collm_replica.channel import Training
@@ -19,6 +19,7 @@ from collm_replica.telemetry import Utilisation, Window
 from collm_replica.versions import Versions
 
 log = logging.getLogger(__name__)
+MAX_ANSWERED = 64
 
 
 class Reports:
@@ -50,6 +51,12 @@ class Reports:
         """Account for a request that came in; what came here before from elsewhere says nothing about the wait."""
         if request.attempt == 0:
             self._window.admit(request.slo, self._clock.now() - request.arrival_s)
+
+    def answered(self, slo: str, done: Done) -> None:
+        """Account for a whole answer; some of many tell as much as all."""
+        if len(self._window.answered) < MAX_ANSWERED:
+            answered = Answered(slo, done.output_tokens, done.first_s, done.token_s, done.expected)
+            self._window.answered.append(answered)
 
     async def run(self) -> None:
         """For ever. A report that cannot be sent is lost."""
@@ -84,6 +91,7 @@ class Reports:
             snapshots=self._versions.snapshots,
             published=self._versions.published,
             served=window.admitted(),
+            answered=tuple(window.answered),
             sm_shares=self._settings.sm_shares,
             versions={name: ref.version for name, ref in self._engine.versions.items()},
         )

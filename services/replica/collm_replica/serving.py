@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from msgspec import Struct
 from redis.asyncio import Redis
 
@@ -15,7 +16,7 @@ from collm_common import messages
 from collm_common.broker import patiently, stop_all
 from collm_common.clock import Clock
 from collm_common.errors import AdapterError, BrokerError, MessageError, RequestError, Unavailable, UnknownModel
-from collm_common.messages import Done, Failed, Request
+from collm_common.messages import Done, Expected, Failed, Request
 from collm_common.requeue import GROUP
 from collm_common.retry import once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
@@ -40,6 +41,7 @@ class Arrival(Struct, frozen=True):
     request: Request
     pinned: Loaded | None
     refusal: RequestError | None
+    expected: Expected | None
 
 
 class Serving:
@@ -144,6 +146,9 @@ class Serving:
             final = isinstance(reply, Done | Failed)
             open_ = self._open.pop(reply.id, None) if final else self._open.get(reply.id)
             if open_ is not None:
+                if isinstance(reply, Done):
+                    reply = msgspec.structs.replace(reply, expected=open_.expected)
+                    self.reports.answered(open_.slo, reply)
                 addressed.append((open_, reply))
         forget, self._forget, self._refused = self._forget, [], []
         await self._outbox.put(addressed, forget)
@@ -196,7 +201,7 @@ class Serving:
             refusal = error
         except BrokerError as error:
             refusal = Unavailable(str(error), code="broker_away")
-        arrival = Arrival(entry.entry_id, request, pinned, refusal)
+        arrival = Arrival(entry.entry_id, request, pinned, refusal, _expected(entry))
         self.between_steps(lambda: self._admit(arrival))
 
     def _admit(self, arrival: Arrival) -> None:
@@ -228,7 +233,9 @@ class Serving:
                 self.engine.discard(pinned.ref)
         if here is not None:
             self._forget.append(here.entry_id)
-        self._open[request.id] = Open(arrival.entry_id, request.ingress, request.attempt)
+        self._open[request.id] = Open(
+            arrival.entry_id, request.ingress, request.attempt, request.slo.name, arrival.expected
+        )
 
     def _park(self, arrival: Arrival) -> None:
         """Until a running request leaves an adapter slot."""
@@ -264,3 +271,12 @@ class Serving:
 
 def _no_slot(request: Request) -> Unavailable:
     return Unavailable(f"no adapter slot is free for {request.adapter}", code="adapter_slots_full")
+
+
+def _expected(entry: Entry) -> Expected | None:
+    """What the dispatch loop noted on the entry; what somebody damaged is nothing."""
+    try:
+        return msgspec.json.decode(entry.note, type=Expected) if entry.note else None
+    except msgspec.DecodeError as error:
+        log.error("note on entry %s of %s: %s", entry.entry_id, entry.key, error)
+        return None

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from collm_common.messages import Iteration, Served
+from collm_common.messages import Answered, Iteration, Served
 from collm_common.types import BatchSizes, Slo
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class Window:
     finished: int = 0
     iterations: dict[BatchSizes, list[float]] = field(default_factory=lambda: defaultdict(list))
     served: dict[Slo, tuple[int, float]] = field(default_factory=dict)
+    answered: list[Answered] = field(default_factory=list)
 
     def step(self, sizes: BatchSizes, running: int, prefill_tokens: int, duration_s: float) -> None:
         """Account for one engine iteration at `sizes`. One with a prefill in it says nothing about decode time."""

@@ -38,15 +38,16 @@ from collm_common.messages.events import (
     TaskFailed,
     UpdateUploaded,
 )
-from collm_common.messages.replies import Delta, Done, Failed, Lost, Replies, Reply, TokenLogprob
-from collm_common.messages.telemetry import InferenceReport, Iteration, Served, Telemetry, TrainReport
-from collm_common.messages.work import Request
+from collm_common.messages.replies import Delta, Done, Expected, Failed, Lost, Replies, Reply, TokenLogprob
+from collm_common.messages.telemetry import Answered, InferenceReport, Iteration, Served, Telemetry, TrainReport
+from collm_common.messages.work import Freed, Request
 
 __all__ = [
     "SCHEMA",
     "AdapterPublished",
     "Aggregate",
     "Aggregated",
+    "Answered",
     "AnyMessage",
     "Cancel",
     "Configure",
@@ -56,7 +57,9 @@ __all__ = [
     "Evaluate",
     "Evaluated",
     "Event",
+    "Expected",
     "Failed",
+    "Freed",
     "Hyperparams",
     "InferenceReport",
     "Iteration",
@@ -89,7 +92,7 @@ __all__ = [
     "kind",
 ]
 
-AnyMessage = Request | Replies | Control | Telemetry | Event
+AnyMessage = Request | Freed | Replies | Control | Telemetry | Event
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -32,6 +32,17 @@ class Delta(Struct, frozen=True, tag="delta", tag_field="kind"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Expected(Struct, frozen=True):
+    """What the dispatch loop expected of a request: seconds from release to the first token, seconds a token after it.
+
+    `scale` is the factor by which it had corrected the fitted latencies.
+    """
+
+    first_s: float
+    token_s: float
+    scale: float = 1.0
+
+
 class Done(Struct, frozen=True, tag="done", tag_field="kind"):
     """The request is complete and its entry gone. Times are seconds at the replica."""
 
@@ -42,6 +53,17 @@ class Done(Struct, frozen=True, tag="done", tag_field="kind"):
     prefill_s: float
     decode_s: float
     quality: Quality | None = None
+    expected: Expected | None = None
+
+    @property
+    def first_s(self) -> float:
+        """Seconds from its arrival at the replica to its first token."""
+        return self.queue_s + self.prefill_s
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds a token after the first; None if there is only one."""
+        return self.decode_s / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 class Failed(Struct, frozen=True, tag="failed", tag_field="kind"):

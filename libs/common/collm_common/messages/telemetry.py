@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from collm_common.messages.base import Message
+from collm_common.messages.replies import Expected
 from collm_common.types import AtLeastOne, BatchSizes, Count, Name, Positive, ReplicaState, Share, Slo
 
 
@@ -26,12 +27,23 @@ class Served(Struct, frozen=True):
     waited_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
+class Answered(Struct, frozen=True):
+    """A whole answer of one objective (`slo`): its length, its times at the replica, and what was expected of it."""
+
+    slo: str
+    tokens: Count
+    first_s: float
+    token_s: float | None = None
+    expected: Expected | None = None
+
+
 class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"):
     """What the inference process did since its last report.
 
     `utilisation` is in 0..1 (SM activity, or busy fraction on CPU); `mean_batch` averages running sequences over
     time; prefill_* and output_* let a reader divide; `versions` maps adapter name to its current version.
-    `served` has what came in, by objective; `sm_shares` the shares that its trainer can be given (none: no choice).
+    `served` has what came in, by objective, `answered` the first answers that ended; `sm_shares` the
+    shares that its trainer can be given (none: no choice).
     """
 
     replica: Name
@@ -54,6 +66,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     versions: dict[str, str] = {}
     served: tuple[Served, ...] = ()
     sm_shares: tuple[Share, ...] = ()
+    answered: tuple[Answered, ...] = ()
 
 
 class TrainReport(Message, frozen=True, kw_only=True, tag="train_report"):

@@ -1,4 +1,4 @@
-"""Work: ingress -> dispatch loop -> replica."""
+"""Work: ingress -> dispatch loop -> replica, and the room that comes back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from collm_common.messages.base import Message, RequestId, Tokens
-from collm_common.types import Count, Name, SamplingParams, Slo
+from collm_common.types import AtLeastOne, Count, Name, SamplingParams, Slo
 
 
 class Request(Message, frozen=True, kw_only=True, tag="request"):
@@ -30,3 +30,10 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
     slo: Slo
     arrival_s: float
     deadline_s: float
+
+
+class Freed(Message, frozen=True, kw_only=True, tag="freed"):
+    """A replica is through with so many requests: there is room for others."""
+
+    replica: Name
+    requests: AtLeastOne

@@ -1,4 +1,4 @@
-"""The micro-cycle: how many requests a replica should have in flight, and when to send the next.
+"""The ideal mode of a replica: how many requests it should have in flight, and how fast they then pass.
 
 Ideal Serving Mode (CoLLM, dispatcher): a replica always runs the largest batch b* that keeps the objective, and is
 sent lambda = b* / S(b*) requests a second; by Little's law that keeps b* of them in flight.
@@ -6,22 +6,31 @@ sent lambda = b* / S(b*) requests a second; by Little's law that keeps b* of the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from collm_common.types import Slo
-from collm_dispatcher.policy.rooms import Rooms
 
 StepTime = Callable[[int], float]
-"""T_infer(b): seconds of one engine iteration with b running sequences."""
+"""T_infer(b): seconds of one engine iteration with b running sequences; it must not fall with b."""
 
 
 class Shape(Struct, frozen=True):
-    """What a stream's requests cost beyond the step time: seconds of prefill, expected output tokens."""
+    """What a stream's requests cost beyond the step time: seconds of prefill, expected output tokens.
+
+    `lengths` are output lengths at evenly spaced quantiles, rising; without them every answer has the expected one.
+    """
 
     prefill_s: float = 0.0
     output_tokens: float = 1.0
+    lengths: tuple[float, ...] = ()
+
+    def share_up_to(self, tokens: float) -> float:
+        """Share of the answers that have at most so many tokens."""
+        lengths = self.lengths or (self.output_tokens,)
+        return bisect_right(lengths, tokens) / len(lengths)
 
 
 class Mode(Struct, frozen=True):
@@ -37,8 +46,89 @@ class Mode(Struct, frozen=True):
 
 
 def service_s(step: StepTime, shape: Shape, b: int) -> float:
-    """S(b) = prefill + L * T_infer(b), seconds."""
-    return shape.prefill_s + shape.output_tokens * step(b)
+    """S(b) = b * prefill + L * T_infer(b), seconds.
+
+    While one of b requests is answered, by Little's law b others arrive, and the prefill of each stops its decoding.
+    """
+    return b * shape.prefill_s + shape.output_tokens * step(b)
+
+
+def token_s(step: StepTime, shape: Shape, b: int) -> float:
+    """Seconds per output token among b requests: an iteration, and a token's share of the others' prefills."""
+    return step(b) + (b - 1) * shape.prefill_s / max(1.0, shape.output_tokens)
+
+
+def first_s(step: StepTime, shape: Shape, b: int) -> float:
+    """Seconds to the first token: the prefill, stretched by the share of time that others prefill, and an iteration."""
+    total = service_s(step, shape, b)
+    others = (b - 1) * shape.prefill_s / total if total > 0 else 0.0
+    return shape.prefill_s / (1 - others) + step(b)
+
+
+def attained(slo: Slo, step: StepTime, shape: Shape, b: int) -> float:
+    """Share of the requests that keep every limit in a batch of `b`: what an end-to-end limit leaves of the lengths."""
+    per_token_s = token_s(step, shape, b)
+    if slo.ttft_s is not None and first_s(step, shape, b) > slo.ttft_s:
+        return 0.0
+    if slo.tpot_s is not None and per_token_s > slo.tpot_s:
+        return 0.0
+    if slo.e2e_s is None:
+        return 1.0
+    left_s = slo.e2e_s - shape.prefill_s
+    if left_s < 0:
+        return 0.0
+    return shape.share_up_to(left_s / per_token_s + 1e-9) if per_token_s > 0 else 1.0
+
+
+def keeps(slo: Slo, step: StepTime, shape: Shape, b: int) -> bool:
+    """Whether every request of the stream keeps every limit in a batch of `b`."""
+    return attained(slo, step, shape, b) >= 1.0
+
+
+def largest(slo: Slo, step: StepTime, shape: Shape, most: int, share: float) -> int:
+    """The largest batch of at most `most` in which `share` of the requests keep the objective; 0 if there is none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if attained(slo, step, shape, middle) >= share:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def best(slo: Slo, step: StepTime, shape: Shape, most: int) -> int:
+    """b*: of the largest batches for each attainable share, the one with the most requests in time a second.
+
+    0 if the objective cannot be kept at all. With answers of one length it is the largest batch that keeps it.
+    """
+    top = attained(slo, step, shape, 1)
+    levels = len(shape.lengths) if slo.e2e_s is not None and shape.lengths else 1
+    found, score = 0, 0.0
+    for level in range(levels, 0, -1):
+        share = level / levels
+        if share > top:
+            continue
+        b = largest(slo, step, shape, most, share)
+        total = service_s(step, shape, b)
+        value = share * b / total if total > 0 else share * b
+        if value > score:
+            found, score = b, value
+        if b == most:
+            break
+    return found
+
+
+def serving_mode(step: StepTime | None, shape: Shape, slos: Sequence[Slo], most: int) -> Mode:
+    """The largest batch of at most `most` that is right for every objective; `most` without a fit.
+
+    An objective that even a single sequence misses is left out: it must not slow the others down for nothing.
+    """
+    if step is None:
+        return Mode(most)
+    batches = [b for slo in slos if (b := best(slo, step, shape, most))]
+    b = min(batches, default=most)
+    return Mode(b, service_s(step, shape, b))
 
 
 def least_s(step: StepTime, prefill_s: float, output_tokens: float, max_tokens: int, slo: Slo) -> float:
@@ -55,33 +145,6 @@ def latest_s(arrival_s: float, deadline_s: float, least: float) -> float | None:
     return deadline_s - least if least < deadline_s - arrival_s else None
 
 
-def keeps(slo: Slo, step: StepTime, shape: Shape, b: int) -> bool:
-    """Whether a batch of `b` keeps every limit: S(b) <= e2e, T_infer(b) <= tpot, prefill and one step <= ttft."""
-    pairs = (
-        (slo.e2e_s, service_s(step, shape, b)),
-        (slo.tpot_s, step(b)),
-        (slo.ttft_s, shape.prefill_s + step(b)),
-    )
-    return all(limit is None or value <= limit for limit, value in pairs)
-
-
-def serving_mode(step: StepTime | None, shape: Shape, slos: Sequence[Slo], most: int) -> Mode:
-    """b*, the largest batch of at most `most` that keeps every objective; `most` without a fit.
-
-    An objective that even a single sequence misses is left out: it must not slow the others down for nothing.
-    """
-    if step is None:
-        return Mode(most)
-    feasible = [slo for slo in slos if keeps(slo, step, shape, 1)]
-    b = next((b for b in range(most, 0, -1) if all(keeps(slo, step, shape, b) for slo in feasible)), 1)
-    return Mode(b, service_s(step, shape, b))
-
-
-def combined_mode(step: StepTime | None, shape: Shape, cap: int) -> Mode:
-    """The coordinator's cap, with the service time the fit gives it."""
-    return Mode(cap, None if step is None else service_s(step, shape, cap))
-
-
 def due_s(now: float, queued: int, room: int, deadline_s: float, mode: Mode, hold_s: float) -> float:
     """When to release: now if the queue fills the room, else after `hold_s` but never past the slack of the deadline.
 
@@ -90,25 +153,3 @@ def due_s(now: float, queued: int, room: int, deadline_s: float, mode: Mode, hol
     if queued >= room or mode.service_s is None:
         return now
     return min(now + hold_s, max(now, deadline_s - mode.service_s))
-
-
-class Room(Struct, frozen=True):
-    """A replica that takes requests: `in_flight` of at most `b`."""
-
-    id: str
-    b: int
-    in_flight: int
-
-
-def deal(rooms: Sequence[Room], count: int) -> list[str]:
-    """Who gets the next `count` requests, in order: always the one with the smallest share of its b in flight.
-
-    Ties go to the earlier in `rooms`; the list is shorter than `count` where the room ends.
-    """
-    pool = Rooms()
-    for rank, room in enumerate(rooms):
-        pool.set(room.id, rank, room.b, room.in_flight)
-    dealt: list[str] = []
-    while len(dealt) < count and (id_ := pool.take()) is not None:
-        dealt.append(id_)
-    return dealt

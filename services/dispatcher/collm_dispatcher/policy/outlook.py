@@ -1,0 +1,89 @@
+"""From fitted latencies to modes: what each replica can do for each stream, and who is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache, partial
+
+import msgspec
+from msgspec import Struct
+
+from collm_common.latency import LatencyModel
+from collm_common.messages import Expected
+from collm_common.types import Slo
+from collm_dispatcher.policy.pacing import Mode, Shape, StepTime, first_s, latest_s, least_s, serving_mode, token_s
+from collm_dispatcher.policy.streams import Stream
+
+
+class Fit(Struct, frozen=True):
+    """A replica's latencies beside `train_batch` (B), which `scale` corrects by what was measured lately.
+
+    At most `most` requests are in flight: the coordinator's cap, or the engine's. `model` None: nothing is known.
+    """
+
+    model: LatencyModel | None
+    most: int
+    train_batch: int = 0
+    scale: float = 1.0
+
+    @property
+    def step(self) -> StepTime | None:
+        """T_infer(B, b) as a function of b."""
+        return None if self.model is None else partial(_step_s, self.model, self.train_batch, self.scale)
+
+    def shape(self, stream: Stream) -> Shape:
+        """What the stream's requests cost here."""
+        if self.model is None:
+            return Shape()
+        return stream.shape(self.scale * self.model.prefill_s_per_token, self.model.output_tokens)
+
+    def mode(self, stream: Stream) -> Mode:
+        """The ideal mode for one stream."""
+        return _mode(self, self.shape(stream), stream.slo)
+
+    def expected(self, stream: Stream, prompt_tokens: int, b: int) -> Expected | None:
+        """What one request with such a prompt takes as one of `b`; None without a fit."""
+        step, shape = self.step, self.shape(stream)
+        if step is None or self.model is None:
+            return None
+        own = msgspec.structs.replace(shape, prefill_s=self.scale * self.model.prefill_s(prompt_tokens))
+        return Expected(first_s(step, own, b), token_s(step, shape, b), self.scale)
+
+
+class Pace(Struct, frozen=True):
+    """One request alone on a replica: seconds of prefill a token, of an iteration; expected output tokens."""
+
+    prefill_s_per_token: float
+    iteration_s: float
+    output_tokens: float
+
+    def latest_start_s(
+        self, arrival_s: float, deadline_s: float, prompt_tokens: int, max_tokens: int, slo: Slo
+    ) -> float | None:
+        """When it must begin to be in time (Unix seconds); None if it never could be, which is no ground to refuse."""
+        prefill_s = self.prefill_s_per_token * prompt_tokens
+        least = least_s(lambda b: self.iteration_s, prefill_s, self.output_tokens, max_tokens, slo)
+        return latest_s(arrival_s, deadline_s, least)
+
+
+def fastest(fits: Iterable[Fit], prompt_tokens: float) -> Pace | None:
+    """The pace of the replica that is through first with such a prompt; None where one of them has no fit."""
+    paces: list[Pace] = []
+    for fit in fits:
+        if fit.model is None or fit.step is None:
+            return None
+        paces.append(Pace(fit.scale * fit.model.prefill_s_per_token, fit.step(1), fit.model.output_tokens))
+    return min(paces, key=lambda pace: _alone_s(pace, prompt_tokens), default=None)
+
+
+@lru_cache(maxsize=65536)
+def _mode(fit: Fit, shape: Shape, slo: Slo) -> Mode:
+    return serving_mode(fit.step, shape, [slo], fit.most)
+
+
+def _step_s(model: LatencyModel, train_batch: int, scale: float, b: int) -> float:
+    return scale * model.iteration_s(train_batch, b)
+
+
+def _alone_s(pace: Pace, prompt_tokens: float) -> float:
+    return pace.prefill_s_per_token * prompt_tokens + pace.output_tokens * pace.iteration_s

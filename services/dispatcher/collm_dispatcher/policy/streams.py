@@ -1,0 +1,97 @@
+"""What is learned of each original stream as it goes: prompts, output lengths, arrivals, its objective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import exp2, log2
+
+from collm_common.types import Slo
+from collm_dispatcher.policy.balance import Demand
+from collm_dispatcher.policy.forecast import Forecast
+from collm_dispatcher.policy.lengths import Lengths
+from collm_dispatcher.policy.pacing import Shape
+
+MEMORY_S = 30.0
+PROMPT_WEIGHT = 0.05
+QUANTILES = 10
+
+
+class Stream:
+    """One stream. `prompt_tokens` is a moving average; `seen_s` when its last request came."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo = slo
+        self.seen_s = 0.0
+        self.prompt_tokens = 0.0
+        self.lengths = Lengths()
+        self.forecast = Forecast()
+        self.arrivals = 0
+        self._typical = Shape()
+
+    def arrived(self, slo: Slo, prompt_tokens: int, now_s: float) -> None:
+        """A request came in."""
+        self.slo, self.seen_s = slo, now_s
+        self.arrivals += 1
+        weight = PROMPT_WEIGHT if self.prompt_tokens else 1.0
+        self.prompt_tokens += weight * (prompt_tokens - self.prompt_tokens)
+
+    def observe(self, elapsed_s: float) -> None:
+        """So much time has passed: what was learned since then counts from now on."""
+        self.forecast.observe(self.arrivals, elapsed_s)
+        self.arrivals = 0
+        if self.lengths.known:
+            self._typical = Shape(0.0, _coarse(self.lengths.mean), self.lengths.quantiles(QUANTILES))
+
+    def shape(self, prefill_s_per_token: float, output_tokens: float) -> Shape:
+        """The shape of its requests; `output_tokens` is what to expect until enough answers were seen."""
+        prefill_s = prefill_s_per_token * _coarse(self.prompt_tokens)
+        if not self._typical.lengths:
+            return Shape(prefill_s, output_tokens)
+        return Shape(prefill_s, self._typical.output_tokens, self._typical.lengths)
+
+
+class Streams:
+    """All streams of one model."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+
+    def arrived(self, key: str, slo: Slo, prompt_tokens: int, now_s: float) -> bool:
+        """A request came in; whether its stream was quiet or had another objective before."""
+        stream = self._streams.setdefault(key, Stream(slo))
+        news = not stream.seen_s or stream.slo != slo or now_s - stream.seen_s > MEMORY_S
+        stream.arrived(slo, prompt_tokens, now_s)
+        return news
+
+    def of(self, key: str) -> Stream | None:
+        """What is known of one; None if nothing ever came."""
+        return self._streams.get(key)
+
+    def forget(self, key: str) -> None:
+        """The stream is gone."""
+        self._streams.pop(key, None)
+
+    def answered(self, key: str, tokens: int) -> None:
+        """An answer ended after so many tokens."""
+        if (stream := self._streams.get(key)) is not None:
+            stream.lengths.observe(tokens)
+
+    def observe(self, elapsed_s: float) -> None:
+        """So much time has passed: what was learned since then counts from now on."""
+        for stream in self._streams.values():
+            stream.observe(elapsed_s)
+
+    def lately(self, now_s: float, waiting: Iterable[str] = ()) -> dict[str, Stream]:
+        """Those that requests came to lately, or wait on."""
+        keep = {key for key, stream in self._streams.items() if now_s - stream.seen_s <= MEMORY_S} | {*waiting}
+        return {key: stream for key, stream in self._streams.items() if key in keep}
+
+    @staticmethod
+    def demands(streams: Mapping[str, Stream], queued: Mapping[str, int]) -> dict[str, Demand]:
+        """What the macro-cycle plans for."""
+        return {key: Demand(queued.get(key, 0), stream.forecast.rate) for key, stream in streams.items()}
+
+
+def _coarse(value: float) -> float:
+    """Within 2.2 % of the value: a shape that hardly changes stays the same, and so does what follows from it."""
+    return exp2(round(16 * log2(value)) / 16) if value > 0 else 0.0

@@ -1,0 +1,134 @@
+"""What the dispatcher learns as it goes: lengths, drift, streams, and the modes that follow from them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collm_common.latency import LatencyModel, Line
+from collm_common.types import Slo
+from collm_dispatcher.policy.drift import Drift
+from collm_dispatcher.policy.lengths import Lengths
+from collm_dispatcher.policy.outlook import Fit, fastest
+from collm_dispatcher.policy.streams import MEMORY_S, Stream, Streams
+
+lengths = st.lists(st.integers(1, 4000), min_size=1, max_size=200)
+
+
+FADED = 0.06
+"""What 200 later answers take from the weight of the first, as a shift of the level."""
+
+
+def _at(ordered: list[int], level: float) -> int:
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(level * len(ordered)) - 1))]
+
+
+def learned(values: list[int]) -> Lengths:
+    found = Lengths()
+    for tokens in values:
+        found.observe(tokens)
+    return found
+
+
+@given(lengths)
+def test_quantiles_are_those_of_what_was_seen(values: list[int]) -> None:
+    """A quantile off by more than a bucket: the batch is made for other answers than those that come."""
+    found, ordered = learned(values).quantiles(10), sorted(values)
+    assert len(found) == 10
+    assert list(found) == sorted(found)
+    for level, tokens in enumerate(found, 1):
+        low, high = (_at(ordered, level / 10 + shift) for shift in (-FADED, FADED))
+        assert low / 1.05 <= tokens <= high * 1.05
+
+
+@given(lengths)
+def test_the_mean_is_that_of_what_was_seen(values: list[int]) -> None:
+    """A pace lambda = b / S made from another mean than that of the answers."""
+    assert math.isclose(learned(values).mean, sum(values) / len(values), rel_tol=0.06)
+
+
+def test_a_stream_that_changes_is_learned_anew() -> None:
+    """Lengths of last month that still rule."""
+    found = learned([10] * 5000 + [1000] * 10000)
+    assert found.quantiles(10)[0] > 900
+
+
+def test_a_long_life_keeps_the_numbers_finite() -> None:
+    """Weights that grow for ever: after some days every quantile is not a number."""
+    found = learned([7] * 100_000)
+    assert math.isclose(found.mean, 7)
+    assert found.quantiles(2) == pytest.approx((7, 7), rel=0.05)
+
+
+@given(factor=st.floats(0.4, 2.5))
+def test_drift_finds_a_constant_error(factor: float) -> None:
+    """A correction that is applied on top of itself and runs away."""
+    drift = Drift()
+    for _ in range(400):
+        corrected = drift.factor
+        drift.observe(0.01 * corrected, corrected, 0.01 * factor)
+    assert math.isclose(drift.factor, factor, rel_tol=0.01)
+
+
+def test_drift_says_nothing_before_it_knows_and_never_much() -> None:
+    """One stalled request that triples every prediction, or a factor that nobody can come back from."""
+    drift = Drift()
+    drift.observe(0.01, 1.0, 10.0)
+    assert drift.factor == 1.0
+    for _ in range(1000):
+        drift.observe(0.01, 1.0, 10.0)
+    assert drift.factor <= 3.0 + 1e-9
+    drift.observe(0.0, 1.0, 1.0)
+    drift.observe(1.0, 1.0, 0.0)
+    assert drift.factor <= 3.0 + 1e-9
+
+
+def test_a_stream_is_news_when_it_wakes_and_forgotten_when_it_sleeps() -> None:
+    """A new stream that nobody plans for until the next tick, or an old one that limits everybody's batch for ever."""
+    streams = Streams()
+    assert streams.arrived("a", Slo("s"), 10, 1.0)
+    assert not streams.arrived("a", Slo("s"), 10, 2.0)
+    assert streams.arrived("a", Slo("s", e2e_s=1.0), 10, 3.0)
+    assert [*streams.lately(3.0 + MEMORY_S)] == ["a"]
+    assert [*streams.lately(4.0 + MEMORY_S)] == []
+    assert [*streams.lately(4.0 + MEMORY_S, ["a"])] == ["a"]
+    assert streams.arrived("a", Slo("s", e2e_s=1.0), 10, 9.0 + MEMORY_S)
+
+
+def test_a_mode_follows_the_answers_not_the_prior() -> None:
+    """A fit's guess of the length that is used although hundreds of answers were seen."""
+    model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.001), output_tokens=10)
+    stream = Stream(Slo("s", e2e_s=1.0))
+    stream.arrived(stream.slo, 100, 1.0)
+    prior = Fit(model, 64).mode(stream)
+    draw = random.Random(1)
+    for _ in range(500):
+        stream.lengths.observe(draw.randint(35, 45))
+    stream.observe(1.0)
+    learned_mode = Fit(model, 64).mode(stream)
+    assert prior.b == 64
+    assert 8 <= learned_mode.b <= 20
+    assert Fit(None, 7).mode(stream).b == 7
+
+
+def test_a_correction_makes_the_batch_smaller() -> None:
+    """Measured latency that nobody acts on."""
+    model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.001), output_tokens=10)
+    stream = Stream(Slo("s", e2e_s=0.5))
+    assert Fit(model, 64, scale=1.5).mode(stream).b < Fit(model, 64).mode(stream).b
+
+
+def test_the_fastest_replica_decides_what_can_be_in_time() -> None:
+    """A request that is refused because of a slow replica, or by a guess about one that nobody measured."""
+    slow, fast = (LatencyModel(infer=Line(base_s=s), prefill_s_per_token=s / 10, output_tokens=10) for s in (0.2, 0.1))
+    pace = fastest([Fit(slow, 4), Fit(fast, 4)], 10)
+    assert pace is not None
+    assert pace.latest_start_s(100.0, 102.0, 10, 99, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 1.0)
+    assert pace.latest_start_s(100.0, 102.0, 10, 1, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 0.1)
+    assert pace.latest_start_s(100.0, 100.5, 10, 99, Slo("s", e2e_s=0.5)) is None
+    assert fastest([Fit(slow, 4), Fit(None, 4)], 10) is None
+    assert fastest([], 10) is None
