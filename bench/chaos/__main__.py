@@ -26,6 +26,7 @@ from bench.chaos import accounts
 from bench.chaos.cell import Cell, running
 from bench.chaos.clients import Load, Question, Record, ask
 from bench.chaos.faults import FAULTS, Damage, Fault
+from collm_common.broker import AWAY
 from collm_common.clock import SystemClock, ticks
 
 WORDS = ("tide", "wheel", "lamp", "chain", "pier", "gull", "rope", "mast", "net", "oar", "buoy", "sail")
@@ -111,12 +112,13 @@ async def strike(cell: Cell, load: Load, faults: tuple[Fault, ...], rng: random.
 
 async def trouble(cell: Cell, damages: Sequence[Damage]) -> str:
     """What does not work yet, "" when all does."""
-    if why := await cell.whole():
-        return why
-    for damage in damages:
-        if not await damage.healed():
-            return f"nobody leads in place of {damage.whom}"
-    return ""
+    try:
+        for damage in damages:
+            if not await damage.healed():
+                return f"nobody is in the place of {damage.whom}"
+    except AWAY as error:
+        return f"broker: {error}"
+    return await cell.whole()
 
 
 async def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Hit], list[Record], list[str]]:

@@ -232,11 +232,17 @@ def _kill(cell: Cell, name: str) -> Damage:
 
 
 def _kill_child(cell: Cell, replica: str, module: str) -> Damage:
+    """Healed once there is another, which the cell's being whole finds to be at work."""
     child = cell.child(replica, module)
     if child is not None:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    return Damage(f"{replica} {module}")
+
+    async def another_runs() -> bool:
+        now = cell.child(replica, module)
+        return now is not None and (child is None or now.pid != child.pid)
+
+    return Damage(f"{replica} {module}", another_runs)
 
 
 async def _pause(process: psutil.Process | None, rng: random.Random, most_s: float = LONG_S) -> None:
