@@ -103,7 +103,8 @@ class School:
 
     def federated(self, variant: Variant) -> Course:
         """Rounds of all clients from one adapter, with an aggregation after each."""
-        course, state = Course([self.measure(None)]), {}
+        course = Course([self.measure(None)])
+        state: Tensors = {}
         plan = Plan(variant.strategy, RANK, HYPER.alpha / RANK)
         current: Tensors = self.trainer.fresh(HYPER, self.seed)
         for number in range(1, self.rounds + 1):

@@ -142,8 +142,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Hit], l
         problems = [hit.problem for hit in hits if hit.problem]
         problems += accounts.of_requests(load.records)[1]
         problems += accounts.of_memory(first, await accounts.kept_bytes(cell.redis, cell.keys), MEMORY_LIMIT)
-        problems += await accounts.of_states(cell.redis, cell.keys)
-        problems += await settled(cell)
+        happened, illegal = await accounts.of_events(cell.redis, cell.keys)
+        print("meanwhile: " + ", ".join(f"{count} {what}" for what, count in sorted(happened.items())))
+        problems += illegal + await settled(cell)
         return hits, load.records, problems
 
 

@@ -12,7 +12,7 @@ from bench.chaos.clients import Record
 from collm_common import messages, streams
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
-from collm_common.messages import StateChanged
+from collm_common.messages import AdapterPublished, JobChanged, StateChanged
 from collm_common.types import ReplicaState
 
 LEGAL = {
@@ -44,8 +44,9 @@ def _end(record: Record) -> str:
     return "completed" if record.completed else "left by the client"
 
 
-async def of_states(redis: Redis, keys: Keys) -> list[str]:
-    """Every transition that the events tell, against the machine of three states."""
+async def of_events(redis: Redis, keys: Keys) -> tuple[Counter[str], list[str]]:
+    """(how often what happened, every transition that the machine of three states does not have)."""
+    seen: Counter[str] = Counter()
     problems = []
     for entry in streams.parse(keys.events, await redis.xrange(keys.events)):
         try:
@@ -53,9 +54,16 @@ async def of_states(redis: Redis, keys: Keys) -> list[str]:
         except MessageError as error:
             problems.append(f"unreadable event {entry.entry_id}: {error}")
             continue
-        if isinstance(message, StateChanged) and (message.before, message.after) not in LEGAL:
-            problems.append(f"{message.replica}: {message.before} -> {message.after}: {message.reason}")
-    return problems
+        match message:
+            case StateChanged(before=before, after=after):
+                seen["changes of state"] += 1
+                if (before, after) not in LEGAL:
+                    problems.append(f"{message.replica}: {before} -> {after}: {message.reason}")
+            case JobChanged(status=status):
+                seen[f"jobs {status}"] += 1
+            case AdapterPublished():
+                seen["adapter versions published"] += 1
+    return seen, problems
 
 
 async def of_keys(redis: Redis, keys: Keys) -> list[str]:

@@ -157,7 +157,7 @@ async def test_leaks_and_illegal_transitions_are_found(redis: Redis, keys: Keys)
         assert part in told
     leap = StateChanged(replica="r1", before=ReplicaState.SERVING, after=ReplicaState.COMBINED, reason="x", time_s=0.0)
     await post.event(redis, keys, leap, "r1")
-    assert await accounts.of_states(redis, keys) == ["r1: serving -> combined: x"]
+    assert await accounts.of_events(redis, keys) == ({"changes of state": 1}, ["r1: serving -> combined: x"])
 
 
 async def test_growth_of_what_is_kept_is_found(redis: Redis, keys: Keys) -> None:
