@@ -11,7 +11,7 @@ import torch
 
 from collm_common.errors import InvalidRequest
 from collm_common.types import SamplingParams
-from collm_replica.engine.sampler import Draw, sample
+from collm_replica.engine.sampler import Draw, choose
 from tests.engine.conftest import Folders
 from tests.engine.harness import drain, generate, load, make_engine, prompts, request
 from tests.support.models import EOS_ID, VOCAB
@@ -85,7 +85,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
 
     def found(**fields: float) -> set[int | None]:
         params = SamplingParams(temperature=1.0, **fields)  # type: ignore[arg-type]
-        return set(sample(logits.repeat(2000, 1), [Draw(params, position) for position in range(2000)]))
+        return set(choose(logits.repeat(2000, 1), [Draw(params, position) for position in range(2000)]).tolist())
 
     assert found(min_p=0.4) == {0, 1}
     assert found(min_p=0.25) == {0, 1, 2}
@@ -98,7 +98,7 @@ def test_edits_do_not_reach_other_rows() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0]]).repeat(3, 1)
     params = SamplingParams()
     draws = [Draw(params, 0), Draw(params, 0, {1: 9.0, 0: -math.inf}), Draw(params, 0, {0: -2.0})]
-    assert sample(logits, draws) == [0, 1, 2]
+    assert choose(logits, draws).tolist() == [0, 1, 2]
     assert logits[:, 1].tolist() == [1.0] * 3
 
 

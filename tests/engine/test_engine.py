@@ -262,7 +262,7 @@ def test_a_score_that_breaks_takes_no_answer_back(folders: Folders, engine: Engi
     engine.add(request("one", [1, 2, 3], 2, reference=(4, 5)))
     answers = drain(engine, steps=2)
     with torch.no_grad():
-        engine._backend._model.lm_head.weight.fill_(float("nan"))  # type: ignore[attr-defined]
+        engine._backend._decoder.head.fill_(float("nan"))  # type: ignore[attr-defined]
     drain(engine, answers)
     assert answers["one"].finish == "length"
     assert answers["one"].done is not None

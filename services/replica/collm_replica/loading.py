@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from collm_replica import adapters, weights
@@ -45,12 +47,14 @@ def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
     if device == "cpu":
         weights.fill(weights_fd, folder, dtype)
         views, _ = weights.attach(weights_fd)
-        export = None
+        banks, export = None, None
     else:
-        owner = weights.DeviceWeights(folder, dtype)
-        views, export = owner.views, owner.export
+        rows = settings.slots * settings.max_rank
+        owner = weights.DeviceWeights(folder, dtype, bank_rows=rows if settings.fused else 0)
+        views, banks, export = owner.views, owner.banks, owner.export
     model = weights.assemble(skeleton(folder, dtype), views)
-    engine = Engine(model, load_tokenizer(folder), engine_config(settings))
+    config = replace(engine_config(settings), fused=settings.fused, run_ahead=settings.fused and device == "cuda")
+    engine = Engine(model, load_tokenizer(folder), config, banks=banks)
     return Loadout(
         engine=engine,
         utilisation=utilisation_of(device),

@@ -36,6 +36,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD, DERIVED = "lm_head.weight", ".rotary_emb.inv_freq"
 
 _FOLLOWS = ("k_proj", "v_proj", "up_proj")
+_GROUP_ENDS = {"v_proj": ("qkv", 3), "o_proj": ("out", 1), "up_proj": ("gate_up", 2), "down_proj": ("down", 1)}
 _ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Views = Mapping[str, torch.Tensor]
@@ -49,11 +50,15 @@ class Place(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """The layout of a buffer of `size` bytes whose tensors all have `dtype` (a torch name)."""
+    """The layout of a buffer of `size` bytes whose tensors all have `dtype` (a torch name).
+
+    `banks` is room behind the weights of a fused group (`model.layers.N.GROUP`), which is no part of the weights.
+    """
 
     size: int
     dtype: str
     places: dict[str, Place]
+    banks: dict[str, Place] = {}
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,8 +67,11 @@ class Manifest(Struct, frozen=True):
         return dtype
 
 
-def plan(folder: Path, dtype: torch.dtype) -> Manifest:
-    """The layout of a model folder's safetensors, tied tensors once. Raises ModelError without safetensors."""
+def plan(folder: Path, dtype: torch.dtype, bank_rows: int = 0) -> Manifest:
+    """The layout of a model folder's safetensors, tied tensors once; `bank_rows` of room a linear of a fused group.
+
+    Raises ModelError without safetensors.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     tied = _is_tied(folder)
     for path in _files(folder):
@@ -71,20 +79,38 @@ def plan(folder: Path, dtype: torch.dtype) -> Manifest:
             for name in file.keys():  # noqa: SIM118
                 if not (name.endswith(DERIVED) or (tied and name == HEAD)):
                     shapes[name] = tuple(file.get_slice(name).get_shape())
-    size, places = 0, {}
+    return layout(shapes, dtype, bank_rows)
+
+
+def layout(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bank_rows: int = 0) -> Manifest:
+    """Groups side by side, everything else aligned."""
+    size, places, banks = 0, {}, {}
     for name in sorted(shapes, key=_position):
         if not any(f".{part}." in name for part in _FOLLOWS):
             size = -(-size // ALIGN) * ALIGN
         places[name] = Place(size, shapes[name])
         size += math.prod(shapes[name]) * dtype.itemsize
-    return Manifest(size, str(dtype).removeprefix("torch."), places)
+        if bank_rows and (group := _ends_group(name)):
+            bank, parts = group
+            shape = (parts * bank_rows, shapes[name][-1])
+            banks[bank] = Place(size, shape)
+            size += math.prod(shape) * dtype.itemsize
+    return Manifest(size, str(dtype).removeprefix("torch."), places, banks)
 
 
 def views(flat: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Each tensor as a view of the flat uint8 buffer."""
-    dtype = manifest.torch_dtype
+    return _views(flat, manifest.torch_dtype, manifest.places)
+
+
+def banks(flat: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The room behind each fused group."""
+    return _views(flat, manifest.torch_dtype, manifest.banks)
+
+
+def _views(flat: torch.Tensor, dtype: torch.dtype, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
     found = {}
-    for name, place in manifest.places.items():
+    for name, place in places.items():
         end = place.offset + math.prod(place.shape) * dtype.itemsize
         found[name] = flat[place.offset : end].view(dtype).view(place.shape)
     return found
@@ -155,12 +181,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 class DeviceWeights:
     """A flat buffer in the device memory of this process, which must outlive every process that attached to it."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cuda") -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cuda", bank_rows: int = 0) -> None:
         for variable in ALLOCATOR_VARIABLES:
             if "expandable_segments:true" in os.environ.get(variable, "").lower():
                 raise ModelError(f"{variable}: expandable_segments cannot be shared between processes; turn it off")
-        self.manifest = plan(folder, dtype)
-        self.flat = torch.empty(self.manifest.size, dtype=torch.uint8, device=device)
+        self.manifest = plan(folder, dtype, bank_rows)
+        self.flat = torch.zeros(self.manifest.size, dtype=torch.uint8, device=device)
         _load(folder, self.views)
         torch.cuda.synchronize()
 
@@ -168,6 +194,11 @@ class DeviceWeights:
     def views(self) -> dict[str, torch.Tensor]:
         """Each tensor as a view."""
         return views(self.flat, self.manifest)
+
+    @property
+    def banks(self) -> dict[str, torch.Tensor]:
+        """The room behind each fused group, zero at first."""
+        return banks(self.flat, self.manifest)
 
     def export(self) -> bytes:
         """What another process needs to attach; one export for one consumer, which must not be another thread."""
@@ -247,6 +278,15 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_tied(folder: Path) -> bool:
     return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False))
+
+
+def _ends_group(name: str) -> tuple[str, int] | None:
+    """(the group's bank, its linears), if this is the last weight of a fused group."""
+    match = re.fullmatch(r"(model\.layers\.\d+)\.\w+\.(\w+)\.weight", name)
+    if match is None or match[2] not in _GROUP_ENDS:
+        return None
+    group, parts = _GROUP_ENDS[match[2]]
+    return f"{match[1]}.{group}", parts
 
 
 def _position(name: str) -> tuple[int, int, str]:

@@ -1,20 +1,16 @@
-"""Attention of packed tokens over paged keys and values, as the attention function of Hugging Face models.
+"""Attention of packed tokens over paged keys and values.
 
-One call of the model runs `[1, T]` tokens of many sequences: first one token each of the decoding ones, then segments
-of prompts. The model's layers hand the keyword `packed` through to `paged_attention`.
+One call of the model runs T tokens of many sequences: first one token each of the decoding ones, then segments of
+prompts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-
-ATTENTION = "collm_paged"
 
 
 class KvCache:
@@ -118,63 +114,77 @@ def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """All segments at once: where their queries (in the pack) and their keys end, int32 `[segments + 1]` from 0.
+
+    `places` are the token places of all keys, one segment's behind the other's.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    places: Tensor
+
+
 @dataclass
 class Packed:
-    """Where the tokens of one call belong. `places` `[T]` is where their keys go; no cache: nowhere."""
+    """Where the tokens of one call belong. `places` `[T]` is where their keys go; no cache: nowhere.
+
+    `prefill` says the same as `segments`, for kernels that take them all in one call.
+    """
 
     cache: KvCache | None
     places: Tensor | None
     decodes: Decodes | None
     segments: list[Segment]
+    prefill: Prefill | None = None
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put keys and values `[T, kv_heads, head_dim]` where they belong."""
+        if self.cache is not None and self.places is not None:
+            self.cache.write(layer, self.places, key, value)
 
 
-def paged_attention(
-    module: Any,
+def attend(
+    packed: Packed, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Query `[T, heads, head_dim]`, key and value `[T, kv_heads, head_dim]`, already stored -> like query."""
+    parts = []
+    if packed.decodes is not None:
+        parts.append(_decode(packed.cache, layer, query, packed.decodes, scale, window))
+    parts += [_prefill(packed.cache, layer, query, key, value, one, scale, window) for one in packed.segments]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _prefill(
+    cache: KvCache | None,
+    layer: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed: Packed,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Query `[1, heads, T, head_dim]`, key and value `[1, kv_heads, T, head_dim]` -> `[1, T, heads, head_dim]`."""
-    layer = module.layer_idx
-    if packed.cache is not None and packed.places is not None:
-        packed.cache.write(layer, packed.places, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    parts = []
-    if packed.decodes is not None:
-        parts.append(_decode(packed.cache, layer, query, packed.decodes, scaling, sliding_window))
-    for segment in packed.segments:
-        k, v = key[:, :, segment.pack], value[:, :, segment.pack]
-        if segment.table is not None and packed.cache is not None:
-            k, v = (part[:, :, : segment.end] for part in packed.cache.read(layer, segment.table))
-        causal = segment.causal(sliding_window)
-        out = scaled_dot_product_attention(
-            query[:, :, segment.pack],
-            k,
-            v,
-            attn_mask=None if causal else segment.mask(sliding_window),
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        parts.append(out[0].transpose(0, 1))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+    segment: Segment,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    q, k, v = (part[segment.pack].transpose(0, 1)[None] for part in (query, key, value))
+    if segment.table is not None and cache is not None:
+        k, v = (part[:, :, : segment.end] for part in cache.read(layer, segment.table))
+    causal = segment.causal(window)
+    mask = None if causal else segment.mask(window)
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out[0].transpose(0, 1)
 
 
 def _decode(
-    cache: KvCache | None, layer: int, query: Tensor, decodes: Decodes, scaling: float | None, window: int | None
+    cache: KvCache | None, layer: int, query: Tensor, decodes: Decodes, scale: float, window: int | None
 ) -> Tensor:
     """All decoding sequences in one call: the query heads that share a key head are its queries."""
     assert cache is not None
     keys, values = cache.read(layer, decodes.tables)
     n, kv_heads, _, head_dim = keys.shape
-    rows = query[0, :, :n].transpose(0, 1).reshape(n, kv_heads, -1, head_dim)
-    out = scaled_dot_product_attention(rows, keys, values, attn_mask=decodes.mask(window), scale=scaling)
+    rows = query[:n].reshape(n, kv_heads, -1, head_dim)
+    out = scaled_dot_product_attention(rows, keys, values, attn_mask=decodes.mask(window), scale=scale)
     return out.reshape(n, -1, head_dim)
-
-
-AttentionInterface.register(ATTENTION, paged_attention)

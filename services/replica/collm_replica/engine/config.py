@@ -17,6 +17,8 @@ class EngineConfig:
     max_rank        highest LoRA rank of a slot
     context_tokens  prompt and answer of one request
     max_waiting     requests that may wait for room
+    fused           use kernels and graphs where the device has them
+    run_ahead       begin an iteration before the host has seen the tokens of the one before
     """
 
     max_batch: int = 8
@@ -27,6 +29,8 @@ class EngineConfig:
     max_rank: int = 16
     context_tokens: int = 1024
     max_waiting: int = 256
+    fused: bool = False
+    run_ahead: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from collm_common.errors import AdapterError, InternalError
 from collm_common.messages import Delta, Done, Failed, Request
@@ -15,12 +16,27 @@ from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.guide import Guides, unguided
 from collm_replica.engine.kv import BlockPool
 from collm_replica.engine.output import Output
-from collm_replica.engine.protocol import Backend, Broken, Outcome, Sampled, Scored, StepResult, Tensors
+from collm_replica.engine.protocol import Backend, Broken, Outcome, Pending, Sampled, Scored, StepResult, Tensors
 from collm_replica.engine.scheduler import Scheduler
 from collm_replica.engine.sequence import Chunk, Timings
 from collm_replica.engine.sequence import Sequence as Running
 
 Reply = Delta | Done | Failed
+
+
+@dataclass(frozen=True)
+class Flying:
+    """A run that the device may still be at."""
+
+    chunks: list[Chunk]
+    pending: Pending
+
+    @property
+    def depends(self) -> bool:
+        """Whether what comes next depends on its tokens in more than their value."""
+        return any(chunk.samples and chunk.sequence.output.depends for chunk in self.chunks)
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +44,8 @@ class EngineCore:
     """Everything of an engine but the computing. Synchronous, for one thread; `clock` is monotonic, in seconds.
 
     schedule -> run -> settle: `step` asks the scheduler for chunks, the backend for their outcomes, and turns these
-    into replies. A sequence that cannot be handled fails alone; an error of the backend's `run` reaches the caller.
+    into replies. With `run_ahead` it settles one run while the device is already at the next. A sequence that cannot be
+    handled fails alone; an error of the backend's `run` reaches the caller.
     """
 
     def __init__(
@@ -53,6 +70,7 @@ class EngineCore:
         self._adapters = AdapterTable(config.slots)
         self._live: dict[str, Running] = {}
         self._answered: list[Running] = []
+        self._flying: Flying | None = None
         self._order = 0
         self.preemptions = 0
 
@@ -69,7 +87,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live) or self._flying is not None
 
     @property
     def waiting(self) -> int:
@@ -182,17 +200,46 @@ class EngineCore:
         """Run one iteration; empty if there is nothing to do."""
         start = self._clock()
         replies = [reply for sequence in self._answered[:] for reply in self._answer_known(sequence)]
+        landed: list[Flying] = []
+        if self._flying is not None and self._flying.depends:
+            landed.append(self._flying)
+            replies += self._land(self._flying)
+            self._flying = None
         plan = self._scheduler.schedule()
         self.preemptions += len(plan.preempted)
         for sequence in plan.admitted:
             self._admit(sequence)
-        chunks = sorted(plan.chunks, key=lambda chunk: not chunk.decode)
-        outcomes = self._backend.run(chunks) if chunks else []
-        for chunk, outcome in zip(chunks, outcomes, strict=True):
-            replies += self._settle(chunk, outcome)
-        decodes = sum(chunk.decode for chunk in chunks)
-        tokens = sum(chunk.count for chunk in chunks)
-        return StepResult(replies, tokens - decodes, decodes, len(chunks), self._clock() - start)
+        launched = self._launch(sorted(plan.chunks, key=lambda chunk: not chunk.decode))
+        if not self.config.run_ahead:
+            self._flying, launched = launched, None
+        if self._flying is not None:
+            landed.append(self._flying)
+            replies += self._land(self._flying)
+        self._flying = launched
+        return _result(landed, replies, self._clock() - start)
+
+    def _launch(self, chunks: list[Chunk]) -> Flying | None:
+        """Begin to compute; the tokens to come are in their sequences already, under way."""
+        if not chunks:
+            return None
+        pending = self._backend.run(chunks)
+        sampled = 0
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.end
+            if chunk.samples:
+                sampled += 1
+                chunk.sequence.tokens.append(-sampled)
+        return Flying(chunks, pending)
+
+    def _land(self, flying: Flying) -> list[Reply]:
+        """Wait for the outcomes. Those of a sequence that has ended since, or begun again, are dropped."""
+        replies: list[Reply] = []
+        for chunk, outcome in zip(flying.chunks, flying.pending.outcomes(), strict=True):
+            sequence = chunk.sequence
+            ended = self._live.get(sequence.request.id) is not sequence or (chunk.samples and sequence.scoring)
+            if not ended and (chunk.samples or chunk.life == sequence.life):
+                replies += self._settle(chunk, outcome)
+        return replies
 
     def _admit(self, sequence: Running) -> None:
         if sequence.times.started_s is None:
@@ -210,14 +257,15 @@ class EngineCore:
 
     def _settle(self, chunk: Chunk, outcome: Outcome) -> list[Reply]:
         sequence = chunk.sequence
-        sequence.computed = chunk.end
         try:
             match outcome:
                 case Sampled():
+                    sequence.tokens[chunk.end] = outcome.token
                     return self._accept(sequence, outcome)
                 case Scored(nll):
                     sequence.add_score(nll, len(chunk.targets))
-                    return [] if sequence.remaining else [self._complete(sequence)]
+                    whole = sequence.scored == len(sequence.request.reference)
+                    return [self._complete(sequence)] if whole else []
                 case Broken(reason):
                     self._backend.scrub(sequence.blocks)
                     return [self._give_up(sequence, reason)]
@@ -231,7 +279,6 @@ class EngineCore:
         if sequence.times.first_token_s is None:
             sequence.times.first_token_s = self._clock()
         text = sequence.output.push(sampled.token)
-        sequence.tokens.append(sampled.token)
         return self._reply(sequence, len(sequence.output.tokens) - 1, (sampled,), text)
 
     def _reply(self, sequence: Running, offset: int, sampled: tuple[Sampled, ...], text: str) -> list[Reply]:
@@ -281,3 +328,10 @@ class EngineCore:
     def _clear(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self._backend.clear(slot)
+
+
+def _result(landed: list[Flying], replies: list[Reply], duration_s: float) -> StepResult:
+    """What was waited for is what took the time."""
+    chunks = [chunk for flying in landed for chunk in flying.chunks]
+    decodes = sum(chunk.decode for chunk in chunks)
+    return StepResult(replies, sum(chunk.count for chunk in chunks) - decodes, decodes, len(chunks), duration_s)

@@ -17,11 +17,11 @@ class LogitEdits:
         self._bias = dict(params.logit_bias)
         self._banned = dict.fromkeys(ends, -math.inf) if params.min_tokens else {}
         self._counts: Counter[int] = Counter()
-        self._counting = bool(params.presence_penalty or params.frequency_penalty)
+        self.counting = bool(params.presence_penalty or params.frequency_penalty)
 
     def push(self, token: int) -> None:
         """The answer has one more token."""
-        if self._counting:
+        if self.counting:
             self._counts[token] += 1
 
     def at(self, position: int) -> dict[int, float]:

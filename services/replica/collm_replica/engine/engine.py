@@ -10,11 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collm_replica.engine.backend import TorchBackend
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.core import EngineCore
+from collm_replica.engine.decoder import Banks
 from collm_replica.engine.grammar import guides
 
 
 class Engine(EngineCore):
-    """Serves `model` in place: its linears are wrapped and its attention function replaced."""
+    """Serves `model` in place: its weights may be moved next to one another, its modules are not run."""
 
     def __init__(
         self,
@@ -22,9 +23,10 @@ class Engine(EngineCore):
         tokenizer: PreTrainedTokenizerBase,
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
+        banks: Banks | None = None,
     ) -> None:
-        """Raises ModelError if the model cannot be served within `config`."""
-        backend = TorchBackend(model, config)
+        """`banks`: room behind the weights for the slots. Raises ModelError if `config` is too small for the model."""
+        backend = TorchBackend(model, config, banks)
 
         def decode(tokens: Sequence[int]) -> str:
             return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from collm_common.types import AdapterRef
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.core import EngineCore
-from collm_replica.engine.protocol import Outcome, Sampled, Scored, Tensors
+from collm_replica.engine.protocol import Landed, Outcome, Sampled, Scored, Tensors
 from collm_replica.engine.sequence import Chunk, Pin
 
 VOCABULARY = 2**31
@@ -42,9 +42,9 @@ class FakeBackend:
         self._sleep = sleep
         self._cross_entropy = cross_entropy
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Outcome]:
+    def run(self, chunks: Sequence[Chunk]) -> Landed:
         self._sleep(self._iteration_s(len(chunks), sum(chunk.count for chunk in chunks)))
-        return [self._outcome(chunk) for chunk in chunks]
+        return Landed([self._outcome(chunk) for chunk in chunks])
 
     def score(self, prompt: Sequence[int], reference: Sequence[int], pin: Pin) -> float:
         return len(reference) * self._cross_entropy(pin.ref)

@@ -54,15 +54,19 @@ class Output:
             self.finish = "stop"
         return text
 
-    @property
-    def edits(self) -> dict[int, float]:
-        """What is added to the logits of the next token."""
-        return self._edits.at(len(self.tokens))
+    def edits(self, position: int) -> dict[int, float]:
+        """What is added to the logits of the answer's token number `position`, from 0."""
+        return self._edits.at(position)
 
     @property
     def allowed(self) -> bytes | None:
         """Which tokens may come next, one bit each; None: every one."""
         return None if self._guide is None else self._guide.allowed()
+
+    @property
+    def depends(self) -> bool:
+        """Whether the choice of a token needs the token before on the host."""
+        return self._guide is not None or self._edits.counting
 
     def _end(self) -> str:
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from collm_replica.engine.attention import Decodes, KvCache, Packed, Segment
+from collm_replica.engine.attention import Decodes, KvCache, Packed, Prefill, Segment
 from collm_replica.engine.kv import NULL_BLOCK
 from collm_replica.engine.sequence import Chunk
+from collm_replica.engine.transfer import upload
 
 
 @dataclass
 class Pack:
-    """`ids` and `positions` `[1, T]`, `keep` the places in the pack whose logits are read, `slots` one a token."""
+    """`ids` and `positions` `[T]`, `keep` the places in the pack whose logits are read, `slots` one a token.
+
+    `unresolved`: an id -1 - i stands for the i-th token that the run before has chosen.
+    """
 
     ids: Tensor
     positions: Tensor
     keep: Tensor
     slots: list[int]
     packed: Packed
+    unresolved: bool = False
 
 
 def logit_rows(chunk: Chunk) -> int:
@@ -30,8 +35,10 @@ def logit_rows(chunk: Chunk) -> int:
     return 1 if chunk.samples else len(chunk.targets)
 
 
-def pack(chunks: Sequence[Chunk], cache: KvCache, dtype: torch.dtype, device: torch.device) -> Pack:
-    """Decodes must come before all other chunks."""
+def pack(
+    chunks: Sequence[Chunk], cache: KvCache, dtype: torch.dtype, device: torch.device, varlen: bool = False
+) -> Pack:
+    """Decodes must come before all other chunks. `varlen`: describe the segments for kernels that take all at once."""
     ids: list[int] = []
     positions: list[int] = []
     places: list[int] = []
@@ -41,7 +48,7 @@ def pack(chunks: Sequence[Chunk], cache: KvCache, dtype: torch.dtype, device: to
     for chunk in chunks:
         sequence = chunk.sequence
         if not chunk.decode:
-            table = torch.tensor([sequence.blocks], device=device) if chunk.start else None
+            table = upload([sequence.blocks], torch.long, device) if chunk.start and not varlen else None
             segments.append(Segment(len(ids), chunk.start, chunk.end, table, device, dtype))
         ids += sequence.tokens[chunk.start : chunk.end]
         positions += range(chunk.start, chunk.end)
@@ -49,9 +56,10 @@ def pack(chunks: Sequence[Chunk], cache: KvCache, dtype: torch.dtype, device: to
         slots += [sequence.pin.slot if sequence.pin else -1] * chunk.count
         keep += range(len(ids) - logit_rows(chunk), len(ids))
     decodes = _decodes([chunk for chunk in chunks if chunk.decode], cache.block_tokens, dtype, device)
-    packed = Packed(cache, torch.tensor(places, device=device), decodes, segments)
-    flat = torch.tensor([ids, positions], device=device)
-    return Pack(flat[:1], flat[1:], torch.tensor(keep, dtype=torch.long, device=device), slots, packed)
+    prefill = _prefill(chunks, segments, cache.block_tokens, device) if varlen and segments else None
+    flat = upload([ids, positions, places], torch.long, device)
+    packed = Packed(cache, flat[2], decodes, segments, prefill)
+    return Pack(flat[0], flat[1], upload(keep, torch.long, device), slots, packed, min(ids) < 0)
 
 
 def pack_alone(tokens: Sequence[int], keep: int, slot: int, dtype: torch.dtype, device: torch.device) -> Pack:
@@ -59,8 +67,8 @@ def pack_alone(tokens: Sequence[int], keep: int, slot: int, dtype: torch.dtype, 
     count = len(tokens)
     segment = Segment(0, 0, count, None, device, dtype)
     places = torch.arange(count, device=device)
-    ids = torch.tensor([list(tokens)], device=device)
-    return Pack(ids, places[None], places[count - keep :], [slot] * count, Packed(None, None, None, [segment]))
+    ids = torch.tensor(list(tokens), device=device)
+    return Pack(ids, places, places[count - keep :], [slot] * count, Packed(None, None, None, [segment]))
 
 
 def _places(blocks: Sequence[int], start: int, end: int, block_tokens: int) -> list[int]:
@@ -72,6 +80,16 @@ def _decodes(chunks: Sequence[Chunk], block_tokens: int, dtype: torch.dtype, dev
         return None
     width = max(len(chunk.sequence.blocks) for chunk in chunks)
     padded = chain.from_iterable((*c.sequence.blocks, *[NULL_BLOCK] * (width - len(c.sequence.blocks))) for c in chunks)
-    tables = torch.tensor(list(padded), device=device).view(len(chunks), width)
-    positions = torch.tensor([chunk.start for chunk in chunks], device=device)
+    tables = upload(list(padded), torch.long, device).view(len(chunks), width)
+    positions = upload([chunk.start for chunk in chunks], torch.long, device)
     return Decodes(tables, positions, block_tokens, dtype)
+
+
+def _prefill(chunks: Sequence[Chunk], segments: Sequence[Segment], block_tokens: int, device: torch.device) -> Prefill:
+    blocks = [chunk.sequence.blocks for chunk in chunks if not chunk.decode]
+    places = [_places(held, 0, one.end, block_tokens) for held, one in zip(blocks, segments, strict=True)]
+    queries = [one.end - one.start for one in segments]
+    keys = [one.end for one in segments]
+    ends = upload([[0, *accumulate(queries)], [0, *accumulate(keys)]], torch.int32, device)
+    every = upload(list(chain.from_iterable(places)), torch.long, device)
+    return Prefill(ends[0], ends[1], max(queries), max(keys), every)

@@ -110,11 +110,29 @@ Outcome = Sampled | Scored | Broken | None
 """What a chunk gave; None is a piece of a prompt."""
 
 
+class Pending(Protocol):
+    """What a run gave; it may still be under way."""
+
+    def outcomes(self) -> list[Outcome]:
+        """One outcome a chunk, in their order; waits for them."""
+
+
+@dataclass(frozen=True)
+class Landed:
+    """Outcomes that are here."""
+
+    results: list[Outcome]
+
+    def outcomes(self) -> list[Outcome]:
+        """Those."""
+        return self.results
+
+
 class Backend(Protocol):
     """Computes chunks. A sequence's `blocks` and `pin` say where its keys, values and adapter are."""
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Outcome]:
-        """One outcome a chunk, in their order."""
+    def run(self, chunks: Sequence[Chunk]) -> Pending:
+        """Begin to compute. A token -1 - i of a chunk is the i-th that the run before has chosen."""
 
     def score(self, prompt: Sequence[int], reference: Sequence[int], pin: Pin) -> float:
         """Summed loss (nats) of `reference` after `prompt`."""

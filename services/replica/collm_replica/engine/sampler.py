@@ -28,6 +28,11 @@ class Draw:
     allowed: bytes | None = None
 
     @property
+    def greedy(self) -> bool:
+        """Whether it is simply the likeliest token."""
+        return self.params.temperature <= 0 and not self.edits and self.allowed is None
+
+    @property
     def uniform(self) -> float:
         """In [0, 1), the same for the same seed and position."""
         return (_splitmix(self.params.seed ^ _splitmix(self.position)) >> 11) * 2.0**-53
@@ -41,8 +46,14 @@ def _splitmix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """One token a row of logits `[n, vocabulary]`; None where logits are not finite."""
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token `[n]` of each row `[n, vocabulary]`; -1 where logits are not finite."""
+    best, tokens = logits.max(dim=-1)
+    return torch.where(torch.isfinite(best), tokens, -1)
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token `[n]` a row of logits `[n, vocabulary]`; -1 where logits are not finite. Does not wait for them."""
     logits = _guided(_edited(logits, draws), draws)
     best, tokens = logits.max(dim=-1)
     plain = [i for i, d in enumerate(draws) if d.params.temperature > 0 and not _filtered(d.params)]
@@ -51,8 +62,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         tokens[plain] = _sample_plain(logits[plain], [draws[i] for i in plain])
     if cut:
         tokens[cut] = _sample_filtered(logits[cut], [draws[i] for i in cut])
-    finite = torch.isfinite(best).tolist()
-    return [token if good else None for token, good in zip(tokens.tolist(), finite, strict=True)]
+    return torch.where(torch.isfinite(best), tokens, -1)
 
 
 def _edited(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

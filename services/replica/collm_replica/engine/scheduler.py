@@ -50,6 +50,9 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
+            if sequence.ending:
+                index += 1
+                continue
             count = 1 if sequence.decoding else min(sequence.remaining, budget)
             if count and self._grow(sequence, count, plan):
                 budget -= 0 if sequence.decoding else count
@@ -86,4 +89,4 @@ class Scheduler:
 
     @staticmethod
     def _run(sequence: Sequence, count: int, plan: Plan) -> None:
-        plan.chunks.append(Chunk(sequence, sequence.computed, count, sequence.decoding))
+        plan.chunks.append(Chunk.of(sequence, count))

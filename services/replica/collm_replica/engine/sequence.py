@@ -46,6 +46,8 @@ class Timings:
 class Sequence:
     """`tokens` are those whose keys and values the model needs; the first `computed` of them lie in `blocks`.
 
+    A token that is chosen but still under way from the device is -1 - i, the i-th that its run chose.
+
     While it answers, tokens are prompt, prefix and what was generated. While it is scored, they are the prompt and
     the reference without its last token, and `nll` sums the loss of the `scored` reference tokens seen so far.
     """
@@ -61,6 +63,7 @@ class Sequence:
     scoring: bool = False
     nll: float = 0.0
     scored: int = 0
+    life: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.prefix]
@@ -87,9 +90,16 @@ class Sequence:
         self.computed = min(self.computed, len(prompt) - 1)
         self.scoring = True
 
+    @property
+    def ending(self) -> bool:
+        """Its last token is under way: whatever it is, none follows."""
+        answered = len(self.tokens) - len(self.request.prompt)
+        return not self.scoring and self.tokens[-1] < 0 and answered >= self.request.sampling.max_tokens
+
     def restart(self) -> None:
-        """Nothing is computed any more."""
+        """Nothing is computed any more; scores that are under way belong to the life before."""
         self.computed, self.nll, self.scored = 0, 0.0, 0
+        self.life += 1
 
     def add_score(self, nll: float, tokens: int) -> None:
         """Loss (nats, summed) of the next `tokens` reference tokens."""
@@ -99,26 +109,31 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Run `count` tokens of `sequence`, from its `start`-th on."""
+    """Run `count` tokens of `sequence`, from its `start`-th on.
+
+    `samples`: the chunk reaches the end of an answer so far, and its last logits choose the next token. `targets` are
+    the reference tokens that its last len(targets) positions predict.
+    """
 
     sequence: Sequence
     start: int
     count: int
     decode: bool
+    samples: bool
+    targets: tuple[int, ...]
+    life: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, count: int) -> Chunk:
+        """The sequence's next `count` tokens."""
+        start, end = sequence.computed, sequence.computed + count
+        samples = not sequence.scoring and end == len(sequence.tokens)
+        targets: tuple[int, ...] = ()
+        if sequence.scoring:
+            first = len(sequence.request.prompt) - 1
+            targets = sequence.request.reference[max(0, start - first) : max(0, end - first)]
+        return cls(sequence, start, count, sequence.decoding, samples, targets, sequence.life)
 
     @property
     def end(self) -> int:
         return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """The chunk reaches the end of an answer so far: its last logits choose the next token."""
-        return not self.sequence.scoring and self.end == len(self.sequence.tokens)
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """Reference tokens that the chunk's last len(targets) positions predict."""
-        if not self.sequence.scoring:
-            return ()
-        first = len(self.sequence.request.prompt) - 1
-        return self.sequence.request.reference[max(0, self.start - first) : max(0, self.end - first)]

@@ -10,6 +10,7 @@ from collm_common.errors import ModelError
 from collm_replica.engine.config import EngineConfig
 from collm_replica.models import SUPPORTED
 
+_SILU = ("silu", "swish")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -31,6 +32,8 @@ def kv_shape(model: PreTrainedModel) -> KvShape:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in _LENGTH_DEPENDENT_ROPE:
         raise ModelError(f"{name} with rope_type {rope} cannot be served: positions would depend on the batch")
+    if config.hidden_act not in _SILU:
+        raise ModelError(f"{name} with hidden_act {config.hidden_act} cannot be served, only {_SILU[0]}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KvShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
 
