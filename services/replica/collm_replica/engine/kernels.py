@@ -4,8 +4,7 @@ LoRA enters as its second product: `low` `[T, slots, parts, rank]` is the first 
 the factors, and a token's own slot is selected on the way in. T is the number of tokens everywhere.
 """
 
-
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
