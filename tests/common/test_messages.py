@@ -87,6 +87,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.JobChanged(job="j", status="training", round=1, reason="3 clients", time_s=1.0),
     m.AdapterPublished(name="x", version=2, before=2.0, after=1.0, time_s=1.0),
     m.UpdateUploaded(job="j", round=1, replica="r1", samples=32, loss=2.0, loss_last=1.0, time_s=1.0),
+    m.AdapterRolledBack(name="x", version=1, before=2, reason="worse", time_s=1.0),
     m.Aggregated(job="j", round=1, adapter="x", version=1, residual=0.1, time_s=1.0),
     m.Evaluated(job="j", round=1, replica="r1", adapter="x", version=1, quality=Quality(1.0, 9), time_s=1.0),
     m.TaskFailed(job="j", round=1, replica="r1", task="train_round", reason="no data", time_s=1.0),

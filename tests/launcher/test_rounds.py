@@ -198,7 +198,7 @@ def test_a_whole_job_of_two_rounds() -> None:
     assert (second.round, second.start, second.first_step) == (2, 1, 8)
     assert sent(driver.actions, Evaluate) == {}
     driver.round(after=1.5)
-    assert of(driver.actions, Publish) == [Publish(2, 2.0, 1.5)]
+    assert of(driver.actions, Publish) == [Publish(2, 2.0, 1.5, parent=1)]
     assert {action.replica for action in driver.actions if isinstance(action, Return)} == set(IDS)
     assert (driver.job.phase, driver.job.accepted) == (Phase.DONE, 2)
     assert driver.event(None) == driver.tick(1e9) == []

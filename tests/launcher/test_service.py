@@ -300,8 +300,9 @@ async def test_only_the_last_versions_and_no_rejected_ones_are_kept(redis: Redis
     for version in range(1, 7):
         await redis.hset(keys.adapter_version(ADAPTER, version), "meta", "x")
         await redis.hset(keys.server_state("j", version), "meta", "x")
-    for version in (1, 3, 4):
-        await store.apply(job(), [Publish(version, 2.0, 1.0), Clean(1, ("r1",))], ["r1"], "0-0", 0.0)
+    for parent, version in ((0, 1), (1, 3), (3, 4)):
+        publish = Publish(version, 2.0, 1.0, parent)
+        await store.apply(job(), [publish, Clean(1, ("r1",))], ["r1"], "0-0", 0.0)
     await store.apply(job(), [Forget(5)], ["r1"], "0-0", 0.0)
     assert await redis.exists(keys.server_state("j", 4)), "the next round goes on from it"
     assert not await redis.exists(keys.server_state("j", 3), keys.server_state("j", 5))

@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 from rich.console import Console
 
-from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged, kind
+from collm_common.messages import (
+    AdapterPublished,
+    AdapterRolledBack,
+    Aggregated,
+    Event,
+    JobChanged,
+    ReplicaChanged,
+    StateChanged,
+    kind,
+)
 
 HIDDEN = ("kind", "schema", "time_s")
 
@@ -30,5 +39,7 @@ def event_line(event: Event) -> str:
             known = event.before is not None and event.after is not None
             told = f" (held-out {event.before:.3f} -> {event.after:.3f})" if known else ""
             return f"{event.name}@v{event.version} published{told}"
+        case AdapterRolledBack():
+            return f"{event.name}: back from version {event.before} to {event.version} ({event.reason})"
     fields = {name: value for name, value in msgspec.to_builtins(event).items() if name not in HIDDEN}
     return " ".join((kind(event), *(f"{name}={value}" for name, value in fields.items())))

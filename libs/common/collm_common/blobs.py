@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -13,15 +14,25 @@ MAX_BLOB_BYTES = 4 << 30
 
 
 async def put(redis: Redis, key: str, data: bytes, meta: bytes, ttl_s: float | None = None) -> None:
-    """Store `data` with its `meta` (written last: a blob with meta is whole). Overwrites."""
+    """Store `data` with its `meta` (written last: a blob with meta is whole). Overwrites.
+
+    With `ttl_s` a part that a killed writer leaves behind expires too.
+    """
     if len(data) > MAX_BLOB_BYTES:
         raise AdapterError(f"blob {key} has {len(data)} bytes, over the limit of {MAX_BLOB_BYTES}")
     await redis.delete(key)
     for start in range(0, len(data), CHUNK_BYTES):
-        await redis.hset(key, f"chunk:{start // CHUNK_BYTES}", data[start : start + CHUNK_BYTES])
-    await redis.hset(key, mapping={"meta": meta, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    if ttl_s is not None:
-        await redis.pexpire(key, round(ttl_s * 1000))
+        await _set(redis, key, {f"chunk:{start // CHUNK_BYTES}": data[start : start + CHUNK_BYTES]}, ttl_s)
+    about = {"meta": meta, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    await _set(redis, key, about, ttl_s)
+
+
+async def _set(redis: Redis, key: str, fields: dict[str, Any], ttl_s: float | None) -> None:
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.hset(key, mapping=fields)
+        if ttl_s is not None:
+            pipe.pexpire(key, round(ttl_s * 1000))
+        await pipe.execute()
 
 
 async def meta(redis: Redis, key: str) -> bytes | None:

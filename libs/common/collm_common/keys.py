@@ -57,6 +57,10 @@ class Keys(Struct, frozen=True):
         """Hash of one version: manifest and 1 MB chunks of safetensors."""
         return self._key("adapter", name, f"v{version}")
 
+    def adapter_history(self, name: str) -> str:
+        """Stream of the changes of an adapter's current version."""
+        return self._key("adapter", name, "history")
+
     def server_state(self, job: str, version: int) -> str:
         """What a job's aggregation remembers beside the version that it made."""
         return self._key("job", job, f"s{version}")

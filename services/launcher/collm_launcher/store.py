@@ -14,9 +14,10 @@ from collm_common import post
 from collm_common.errors import FencedError
 from collm_common.keys import Keys
 from collm_common.lease import Lease
+from collm_common.lineage import numbers
 from collm_common.messages import LoadAdapter
 from collm_launcher.policy.job import Action, Job
-from collm_launcher.transaction import Transaction
+from collm_launcher.transaction import Stored, Transaction
 
 log = logging.getLogger(__name__)
 
@@ -86,21 +87,21 @@ class JobStore:
     ) -> None:
         """All or nothing. `replicas` are those of the job's model, `position` is the last event it has seen."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            await pipe.watch(self._lease.key)
+            await pipe.watch(self._lease.key, self._keys.adapter(job.adapter))
             held = await pipe.get(self._lease.key)
             if self._lease.token is None or held is None or held.decode() != self._lease.token:
                 raise FencedError(f"another launcher leads; job {job.id} is left to it")
-            row = await pipe.hget(self._keys.adapter(job.adapter), "published")
-            published = [int(version) for version in row.decode().split(",")] if row else []
+            rows = await pipe.hmget(self._keys.adapter(job.adapter), ["version", "published"])
+            stored = Stored(int(_number(rows[0])), numbers(rows[1]), self._keep)
             pipe.multi()
-            transaction = Transaction(pipe, self._keys, job, replicas, published, self._keep, now)
+            transaction = Transaction(pipe, self._keys, job, replicas, stored, now)
             for action in actions:
                 transaction.add(action)
             transaction.write_state(position)
             try:
                 await pipe.execute()
             except WatchError as error:
-                raise FencedError("the launcher's lease changed hands") from error
+                raise FencedError("the launcher's lease changed hands, or the adapter was rolled back") from error
 
 
 def order(entry_id: str) -> tuple[int, ...]:

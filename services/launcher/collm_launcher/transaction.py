@@ -6,9 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from collm_common import post
 from collm_common.keys import Keys
+from collm_common.lineage import Turn, queue_turn
 from collm_common.messages import AdapterPublished, Aggregate, Control, LoadAdapter
 from collm_common.registry import transition_call
 from collm_common.scripts import TRANSITION
@@ -18,11 +20,16 @@ from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Publ
 KEEP_ENDED_S = 24 * 3600
 
 
-class Transaction:
-    """Queues commands on `pipe`, which its owner executes. `replicas` are all of the job's model.
+class Stored(Struct, frozen=True):
+    """An adapter's versions that were current and are still there, oldest first; the last `keep` of them stay."""
 
-    `published` are the versions that were current and are still stored, oldest first; the last `keep` of them stay.
-    """
+    current: int
+    published: Sequence[int]
+    keep: int
+
+
+class Transaction:
+    """Queues commands on `pipe`, which its owner executes. `replicas` are all of the job's model."""
 
     def __init__(
         self,
@@ -30,12 +37,11 @@ class Transaction:
         keys: Keys,
         job: Job,
         replicas: Collection[str],
-        published: Sequence[int],
-        keep: int,
+        stored: Stored,
         now: float,
     ) -> None:
         self._pipe, self._keys, self._job, self._replicas = pipe, keys, job, replicas
-        self._published, self._keep, self._now = published, keep, now
+        self._stored, self._now = stored, now
 
     def add(self, action: Action) -> None:
         """One action."""
@@ -54,10 +60,9 @@ class Transaction:
                 for client in clients:
                     self._pipe.unlink(self._keys.update(self._job.id, round_, client))
             case Forget(version):
-                self._pipe.unlink(self._keys.adapter_version(self._job.adapter, version))
-                self._pipe.unlink(self._keys.server_state(self._job.id, version))
-            case Publish(version, before, after):
-                self._publish(version, before, after)
+                self._forget(version)
+            case Publish():
+                self._publish(action)
 
     def write_state(self, position: str) -> None:
         """The whole state, with readable fields beside it; `position` is the last event it has seen."""
@@ -92,16 +97,27 @@ class Transaction:
         self._pipe.hset(self._keys.replica(replica), "job", "")
         self._pipe.eval(TRANSITION, len(keys), *keys, *args)
 
-    def _publish(self, version: int, before: float, after: float) -> None:
-        name = self._job.adapter
-        published = [*self._published, version]
-        for old in self._published[-1:]:
-            self._pipe.unlink(self._keys.server_state(self._job.id, old))
-        for old in published[: -self._keep]:
+    def _forget(self, version: int) -> None:
+        self._pipe.unlink(self._keys.adapter_version(self._job.adapter, version))
+        self._pipe.unlink(self._keys.server_state(self._job.id, version))
+
+    def _publish(self, action: Publish) -> None:
+        """The version stays from now on; without it nobody's, it expires."""
+        name, version, stored = self._job.adapter, action.version, self._stored
+        if stored.current != action.parent:
+            self._forget(version)
+            return
+        published = [*stored.published, version]
+        self._pipe.unlink(self._keys.server_state(self._job.id, stored.current))
+        for old in published[: -stored.keep]:
             self._pipe.unlink(self._keys.adapter_version(name, old))
-        kept = ",".join(map(str, published[-self._keep :]))
+        kept = ",".join(map(str, published[-stored.keep :]))
+        self._pipe.persist(self._keys.adapter_version(name, version))
         self._pipe.hset(self._keys.adapter(name), mapping={"version": version, "published": kept})
         for id_ in self._replicas:
             self._command(id_, LoadAdapter(name=name, version=version))
-        event = AdapterPublished(name=name, version=version, before=before, after=after, time_s=self._now)
+        job, now = self._job, self._now
+        turn = Turn(version, stored.current, now, job.id, job.round, action.before, action.after)
+        queue_turn(self._pipe, self._keys, name, turn)
+        event = AdapterPublished(name=name, version=version, before=action.before, after=action.after, time_s=now)
         post.queue_event(self._pipe, self._keys, event, name)

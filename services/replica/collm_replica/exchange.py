@@ -24,7 +24,7 @@ from collm_replica.finetune.screening import Update
 log = logging.getLogger(__name__)
 
 UPDATE_TTL_S = 3600.0
-STATE_TTL_S = 24 * 3600.0
+STATE_TTL_S = CANDIDATE_TTL_S = 24 * 3600.0
 PATIENCE_S = 60.0
 
 
@@ -81,7 +81,10 @@ class Exchange:
             return {}
 
     async def store(self, task: Aggregate, tensors: Tensors, state: Tensors) -> None:
-        """Make a candidate version of an adapter, after the `state` that goes with it. Raises BrokerError."""
+        """Make a candidate version of an adapter, after the `state` that goes with it. Raises BrokerError.
+
+        It expires unless it is published.
+        """
         if state:
             kept = await asyncio.to_thread(adapters.encode, state, torch.float32)
             name = self._keys.server_state(task.job, task.version)
@@ -98,7 +101,7 @@ class Exchange:
             job=task.job,
         )
         key, meta = self._keys.adapter_version(task.adapter, task.version), msgspec.msgpack.encode(manifest)
-        await patiently(lambda: blobs.put(self._redis, key, data, meta), PATIENCE_S)
+        await patiently(lambda: blobs.put(self._redis, key, data, meta, CANDIDATE_TTL_S), PATIENCE_S)
 
     async def _update(self, task: Aggregate, client: str) -> Update:
         key = self._keys.update(task.job, task.round, client)

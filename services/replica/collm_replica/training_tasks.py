@@ -184,6 +184,8 @@ class TrainingTasks:
     async def _snapshot(self, task: TrainRound, step: int, best: Quality) -> Quality:
         """Give the tensors to this replica's own engine, unless held-out cross-entropy got worse; the best so far."""
         quality = await asyncio.to_thread(self.trainer.evaluate)
+        if self._left == task.job:
+            raise Left
         if quality.cross_entropy > best.cross_entropy:
             log.info(
                 "step %d: held-out %.4f is not below %.4f: no snapshot", step, quality.cross_entropy, best.cross_entropy

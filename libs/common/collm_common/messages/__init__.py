@@ -29,6 +29,7 @@ from collm_common.messages.control import (
 )
 from collm_common.messages.events import (
     AdapterPublished,
+    AdapterRolledBack,
     Aggregated,
     Evaluated,
     Event,
@@ -45,6 +46,7 @@ from collm_common.messages.work import Freed, Request
 __all__ = [
     "SCHEMA",
     "AdapterPublished",
+    "AdapterRolledBack",
     "Aggregate",
     "Aggregated",
     "Answered",

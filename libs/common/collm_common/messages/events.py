@@ -49,6 +49,16 @@ class AdapterPublished(Message, frozen=True, kw_only=True, tag="adapter_publishe
     time_s: float
 
 
+class AdapterRolledBack(Message, frozen=True, kw_only=True, tag="adapter_rolled_back"):
+    """An operator made an older version current; `before` was it until now."""
+
+    name: Name
+    version: Count
+    before: Count
+    reason: str
+    time_s: float
+
+
 class UpdateUploaded(Message, frozen=True, kw_only=True, tag="update_uploaded"):
     """A client's update of a round is in Redis. `loss` is the mean over the round's steps, `loss_last` of the last."""
 
@@ -101,5 +111,13 @@ class TaskFailed(Message, frozen=True, kw_only=True, tag="task_failed"):
 
 
 Event = (
-    StateChanged | ReplicaChanged | JobChanged | AdapterPublished | UpdateUploaded | Aggregated | Evaluated | TaskFailed
+    StateChanged
+    | ReplicaChanged
+    | JobChanged
+    | AdapterPublished
+    | AdapterRolledBack
+    | UpdateUploaded
+    | Aggregated
+    | Evaluated
+    | TaskFailed
 )

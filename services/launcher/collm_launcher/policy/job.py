@@ -139,11 +139,15 @@ class Score(Struct, frozen=True):
 
 
 class Publish(Struct, frozen=True):
-    """Make a version current on every replica of the model; held-out cross-entropies before and after."""
+    """Make a version current on every replica of the model; held-out cross-entropies before and after.
+
+    Only if `parent` is still current: somebody may have rolled back.
+    """
 
     version: int
     before: float
     after: float
+    parent: int = 0
 
 
 class Clean(Struct, frozen=True):

@@ -144,10 +144,10 @@ def judge(job: Job, now: float) -> list[Action]:
         verdict = f"rejected: {after:.4f} after {before:.4f}" if known else "rejected: nobody measured both versions"
         actions += [Forget(job.candidate), *take_back(job)]
     else:
+        actions.append(Publish(job.candidate, before, after, job.version))
         job.rejected, job.version = 0, job.candidate
         job.accepted += 1
         verdict = f"accepted: {after:.4f} after {before:.4f}"
-        actions.append(Publish(job.version, before, after))
     actions += [announce(job, now, f"version {job.candidate} {verdict}"), *score(job, before), *stop_early(job)]
     return [*actions, *_next(job, now)]
 
@@ -171,6 +171,16 @@ def discard(job: Job, now: float, reason: str) -> list[Action]:
     stops = [Send(id_, StopTraining(job=job.id)) for id_ in job.clients]
     said = announce(job, now, f"round discarded: {reason}")
     return [*leftovers, *stops, *take_back(job), said, *_next(job, now)]
+
+
+def rolled_back(job: Job, now: float, version: int, reason: str) -> list[Action]:
+    """An operator took another version: what the clients train was made of one that nobody wants."""
+    leftovers: list[Action] = [clean(job)]
+    if job.phase in (Phase.AGGREGATING, Phase.EVALUATING):
+        leftovers.append(abandon(job))
+    job.version = version
+    ended = end(job, now, Phase.DONE, f"rolled back to version {version}: {reason}")
+    return [*leftovers, *ended, *take_back(job)]
 
 
 def take_back(job: Job) -> list[Action]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 
 from collm_common.messages import (
+    AdapterRolledBack,
     Aggregated,
     Evaluated,
     StateChanged,
@@ -30,6 +31,7 @@ from collm_launcher.policy.phases import (
     judge,
     judge_if_complete,
     refuse,
+    rolled_back,
     train,
     train_if_formed,
 )
@@ -88,6 +90,8 @@ def on_event(job: Job, now: float, event: object) -> list[Action]:
     match event:
         case StateChanged():
             return _state_changed(job, now, event)
+        case AdapterRolledBack(name=job.adapter):
+            return rolled_back(job, now, event.version, event.reason)
         case UpdateUploaded(job=job.id, round=job.round) if job.phase is Phase.TRAINING:
             return _uploaded(job, now, event)
         case Aggregated(job=job.id, version=job.candidate) if job.phase is Phase.AGGREGATING:

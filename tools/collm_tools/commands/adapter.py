@@ -1,0 +1,82 @@
+"""`collm adapter`: which versions were served, and back to one of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from collm_common.broker import AWAY, connection
+from collm_common.errors import BrokerError
+from collm_common.keys import Keys
+from collm_common.lineage import Turn, history, roll_back
+from collm_common.settings import Common
+from collm_tools.commands.types import Subcommands
+from collm_tools.story import say
+
+Action = Callable[[Redis, Keys, argparse.Namespace], Awaitable[None]]
+
+
+def add_parser(subcommands: Subcommands) -> None:
+    """Declare the subcommand and its own."""
+    parser = subcommands.add_parser("adapter", help="history of an adapter, and the way back to an older version")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    shown = actions.add_parser("history", help="every change of the current version, oldest first")
+    back = actions.add_parser("rollback", help="make an older version current everywhere; a job that trains it ends")
+    back.add_argument("--to", type=_version, metavar="N", help="0 is the base model (default: the one before)")
+    back.add_argument("--reason", default="by hand", help="for the history (default %(default)r)")
+    common = Common()
+    for action, run_it in ((shown, show), (back, take_back)):
+        action.add_argument("name", help="of the adapter")
+        action.add_argument("--redis", default=common.redis_url, metavar="URL", help="the broker (default %(default)s)")
+        action.add_argument("--key-prefix", default=common.key_prefix, help="of the cell (default %(default)s)")
+        action.set_defaults(run=run, act=run_it)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises AdapterError, or BrokerError when the broker is away."""
+    asyncio.run(act(arguments))
+    return 0
+
+
+async def act(arguments: argparse.Namespace) -> None:
+    """As `run`."""
+    action: Action = arguments.act
+    try:
+        async with connection(arguments.redis) as redis:
+            await action(redis, Keys(arguments.key_prefix), arguments)
+    except AWAY as error:
+        raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
+    except ValueError as error:
+        raise BrokerError(f"{arguments.redis}: {error}") from error
+
+
+async def show(redis: Redis, keys: Keys, arguments: argparse.Namespace) -> None:
+    """Print the history."""
+    table = Table("version", "from", "when", "held-out before", "after", "job", "round", "reason")
+    for turn in await history(redis, keys, arguments.name):
+        table.add_row(*_cells(turn))
+    Console().print(table)
+
+
+async def take_back(redis: Redis, keys: Keys, arguments: argparse.Namespace) -> None:
+    """Roll back and say so."""
+    turn = await roll_back(redis, keys, arguments.name, arguments.to, arguments.reason, time.time())
+    say(Console(), f"{arguments.name}: version {turn.version} is current, after {turn.parent}")
+
+
+def _cells(turn: Turn) -> list[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(turn.time_s))
+    before, after = ("" if loss is None else f"{loss:.4f}" for loss in (turn.before, turn.after))
+    return [str(turn.version), str(turn.parent), when, before, after, turn.job, str(turn.round or ""), turn.reason]
+
+
+def _version(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 0, is {text!r}")
+    return int(text)
