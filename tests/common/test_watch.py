@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common import post, streams
 from collm_common.broker import stop_all
@@ -85,6 +86,16 @@ async def test_a_fenced_tick_is_not_the_end(redis: Redis, keys: Keys) -> None:
         await eventually(lambda: one.led == 2)
         ticks = one.ticks
         await eventually(lambda: one.ticks > ticks)
+
+
+async def test_a_leader_that_is_refused_gives_its_place_up(redis: Redis, keys: Keys) -> None:
+    """A leader that can do nothing, and keeps the lease that its health is seen by."""
+    async with running(redis, keys) as one:
+        await eventually(lambda: one.ticks > 0)
+        one.trouble = ResponseError("NOPERM this user has no permissions")
+        await eventually(lambda: not one.watch.leads)
+        async with running(redis, keys, "two") as two:
+            await eventually(lambda: two.watch.leads, within_s=2.0)
 
 
 async def test_a_stopped_leader_gives_its_place_to_the_next_at_once(redis: Redis, keys: Keys) -> None:

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from collm_common import messages, streams
 from collm_common.keys import Keys
 from collm_common.messages import Cancel, Lost
+from collm_common.types import Slo
 from tests.dispatcher.support import dispatcher, offer, register, replica
 from tests.replica.support import replies, request
 from tests.support.waiting import eventually
@@ -62,6 +63,38 @@ async def test_a_stream_of_a_wrong_type_costs_only_its_own_requests(redis: Redis
         await eventually(lambda: "other" in running.leaders)
         await offer(redis, keys, request("q1"))
         await eventually(lambda: _answered(redis, keys, "q1"))
+
+
+@pytest.mark.parametrize("lease_s", [60.0, 0.05])
+async def test_a_damaged_subflow_costs_only_its_replica(redis: Redis, keys: Keys, lease_s: float) -> None:
+    """One replica, alive or dead, whose key of a wrong type stops the releases to all others."""
+    await register(redis, keys, "r0", lease_s=lease_s)
+    await redis.set(keys.subflow("r0"), "x")
+    async with replica(redis, keys, "r1"), dispatcher(redis):
+        await offer(redis, keys, request("q1"))
+        await eventually(lambda: _answered(redis, keys, "q1"))
+
+
+async def test_a_stream_that_is_damaged_under_the_leader_stops_no_other(redis: Redis, keys: Keys) -> None:
+    """Requests that were read from a key which is none any more, at the head of the queue for ever."""
+    await offer(redis, keys, request("q1", slo=Slo("bad"), deadline_s=1.0))
+    async with dispatcher(redis) as running:
+        await eventually(lambda: running.leaders and running.leaders["m"].held == 1)
+        await redis.set(keys.requests("m", "bad"), "x")
+        async with replica(redis, keys):
+            await offer(redis, keys, request("q2"))
+            await eventually(lambda: _answered(redis, keys, "q2"))
+
+
+async def test_damaged_replies_of_one_ingress_cost_the_others_nothing(redis: Redis, keys: Keys) -> None:
+    """An inference process that ends, and loads its model again, because of a key of one ingress."""
+    await redis.set(keys.replies("i2"), "x")
+    async with replica(redis, keys), dispatcher(redis):
+        await offer(redis, keys, request("q1", ingress="i2"), request("q2"))
+        await eventually(lambda: _answered(redis, keys, "q2"))
+        await eventually(partial(_is_empty, redis, keys.subflow("r1")))
+        await offer(redis, keys, request("q3"))
+        await eventually(lambda: _answered(redis, keys, "q3"))
 
 
 async def test_requests_of_a_replica_that_died_while_it_was_not_ready_go_back(redis: Redis, keys: Keys) -> None:

@@ -370,6 +370,17 @@ async def test_objectives_that_nobody_uses_make_room_for_others(
     assert labels == {"other"}
 
 
+async def test_a_damaged_stream_is_our_fault_and_shows(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """A client that is told to come again, for ever, and an operator who sees nothing."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        await redis.set(keys.requests("m", "ttft5000"), "x")
+        status, body = await site.post(TEXT, text(slo={"ttft_ms": 5000}))
+        assert (status, body["error"]["code"]) == (500, "broker_fault")
+        assert (await site.post(TEXT, text()))[0] == 200
+        async with site.http.get("/metrics") as page:
+            assert 'collm:broker_faults_total{kind="WRONGTYPE"}' in await page.text()
+
+
 async def test_a_connection_cut_in_mid_stream_is_no_error(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
     """A handler that fails, or counts an answer, when its client is gone."""
     async with front(redis, keys, tokenizer_folder, step_s=SLOW_S) as site:

@@ -14,10 +14,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from collm_common.clock import Clock, SystemClock
-from collm_common.errors import BrokerError
+from collm_common.errors import BrokerError, BrokerFault
+from collm_common.trouble import TROUBLES, fault
 
 AWAY = (failures.ConnectionError, failures.TimeoutError, failures.ResponseError, OSError)
-"""The broker cannot be reached, or refuses: it loads, has no memory or disk, may only be read, a key is damaged."""
+"""The broker cannot be reached, or refuses: `trouble.fault` tells whether waiting helps."""
 BLOCK_S = 1.0
 COMMAND_TIMEOUT_S = 5.0
 CANCEL_AGAIN_S = 0.2
@@ -63,13 +64,19 @@ async def connection(url: str) -> AsyncIterator[Redis]:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], deadline_s: float, clock: Clock | None = None) -> T:
-    """Repeat an idempotent call while the broker is away, at most `deadline_s` seconds; then BrokerError."""
+    """Repeat an idempotent call while the broker is away, at most `deadline_s` seconds; then BrokerError.
+
+    Raises BrokerFault at once when waiting would not help.
+    """
     clock = clock or SystemClock()
     start, pause_s = clock.monotonic(), 0.05
     while True:
         try:
             return await call()
         except AWAY as error:
+            if kind := fault(error):
+                TROUBLES.faults[kind] += 1
+                raise BrokerFault(f"the broker refuses: {kind}: {error}") from error
             if clock.monotonic() - start + pause_s > deadline_s:
                 raise BrokerError(f"broker away for {deadline_s:g} s: {error}") from error
         await clock.sleep(pause_s)

@@ -4,6 +4,7 @@ CollmError
 ├── SettingsError       a setting is wrong: the start stops and the variable is named
 ├── MessageError        something on the wire is not what its kind says
 ├── BrokerError         the broker cannot be reached within the deadline
+│   └── BrokerFault         it refuses, and waiting does not help: a damaged key, a missing right, a wrong script
 ├── FencedError         another holder has the lease: whatever was asked did not happen
 ├── ModelError          a model cannot be served, by name and reason
 ├── AdapterError        an adapter does not fit: shapes, modules, digest, values, size
@@ -35,6 +36,10 @@ class MessageError(CollmError):
 
 class BrokerError(CollmError):
     """The broker stayed away longer than the deadline."""
+
+
+class BrokerFault(BrokerError):
+    """Somebody must repair a key, a right or a script; other requests may well go through."""
 
 
 class FencedError(CollmError):

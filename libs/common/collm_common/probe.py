@@ -10,6 +10,7 @@ import urllib.request
 from collm_common.broker import AWAY, connection
 from collm_common.errors import CollmError
 from collm_common.settings import Common, load
+from collm_common.trouble import fault
 
 WITHIN_S = 5.0
 
@@ -34,7 +35,8 @@ async def lease(name: str) -> None:
         async with asyncio.timeout(WITHIN_S), connection(settings.redis_url) as redis:
             held = await redis.exists(settings.keys.lease(name))
     except (*AWAY, TimeoutError) as error:
-        raise Unwell(f"broker away: {error}") from error
+        why = f"the broker refuses: {kind}" if (kind := fault(error)) else "broker away"
+        raise Unwell(f"{why}: {error}") from error
     if not held:
         raise Unwell(f"nobody holds the lease {name}")
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, checkpoint
-
-log = logging.getLogger(__name__)
-PAUSE_S = 0.5
+from collm_common.trouble import TROUBLES
 
 
 async def once(what: str, step: Callable[[], Awaitable[object]], clock: Clock) -> None:
-    """Run `step` until it gets through; after a failed connection, wait a moment first."""
+    """Run `step` until it gets through; when the broker is away or refuses, wait a moment first."""
     while True:
         try:
             await step()
         except AWAY as error:
-            log.warning("%s: broker away: %s", what, error)
+            pause_s = TROUBLES.tell(what, error)
             checkpoint()
-            await clock.sleep(PAUSE_S)
+            await clock.sleep(pause_s)
         else:
             return
 

@@ -13,8 +13,8 @@ from collm_common.clock import Clock
 from collm_common.errors import FencedError, MessageError
 from collm_common.lease import Lease
 from collm_common.messages import AnyMessage
-from collm_common.retry import PAUSE_S
 from collm_common.streams import Entry, Tail
+from collm_common.trouble import TROUBLES, fault
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,17 @@ class Watch:
                 log.warning("%s", error)
                 self._tail = None
             except AWAY as error:
-                log.warning("broker away: %s", error)
                 self._tail = None
-                await self._clock.sleep(PAUSE_S)
+                pause_s = TROUBLES.tell("leading", error)
+                if fault(error):
+                    # Another may do better; and whoever looks at the lease sees that nobody does this work.
+                    await self._give_up_lease()
+                await self._clock.sleep(pause_s)
         self._tail = None
+        await self._give_up_lease()
+
+    async def _give_up_lease(self) -> None:
+        self._token = None
         with contextlib.suppress(*AWAY):
             await self._lease.release()
 

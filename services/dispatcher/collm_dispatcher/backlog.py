@@ -19,6 +19,7 @@ from collm_common.messages import Request
 from collm_common.requeue import GROUP
 from collm_common.retry import forever, once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
+from collm_common.trouble import contained
 from collm_dispatcher.policy.queue import DeadlineQueue, Place, Waiting
 from collm_dispatcher.policy.streams import Streams
 
@@ -99,23 +100,27 @@ class Backlog:
     async def reclaim(self) -> None:
         """Take over what other consumers hold (they do not lead), and what was sent here but never arrived."""
         for key, stream in list(self._streams.items()):
-            self._settled.clear()
-            held = sum(1 for item in self.queue if item.key == key)
-            try:
-                summary = await self._redis.xpending(key, GROUP)
-            except ResponseError as error:
-                if "NOGROUP" not in str(error):
-                    raise
-                await stream.create()
-                continue
-            for consumer in summary["consumers"]:
-                name = consumer["name"].decode()
-                if name != self._consumer:
-                    await self._take(stream, await stream.claim(name, READ_COUNT))
-                elif consumer["pending"] > held:
-                    entries = await stream.unfinished(self._max_held)
-                    # Settled while this was on its way: it would come back as one that nobody can move.
-                    await self._take(stream, [entry for entry in entries if _place(entry) not in self._settled])
+            with contained(key):
+                await self._reclaim(stream)
+
+    async def _reclaim(self, stream: WorkQueue) -> None:
+        self._settled.clear()
+        held = sum(1 for item in self.queue if item.key == stream.key)
+        try:
+            summary = await self._redis.xpending(stream.key, GROUP)
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await stream.create()
+            return
+        for consumer in summary["consumers"]:
+            name = consumer["name"].decode()
+            if name != self._consumer:
+                await self._take(stream, await stream.claim(name, READ_COUNT))
+            elif consumer["pending"] > held:
+                entries = await stream.unfinished(self._max_held)
+                # Settled while this was on its way: it would come back as one that nobody can move.
+                await self._take(stream, [entry for entry in entries if _place(entry) not in self._settled])
 
     async def _follow(self, stream: WorkQueue) -> None:
         await once(stream.key, stream.create, self._clock)

@@ -16,6 +16,7 @@ from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.latency import LatencyModel, from_hash, sizes_from_hash
 from collm_common.registry import Registry
+from collm_common.trouble import TROUBLES, fault
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 
 R = TypeVar("R")
@@ -99,8 +100,8 @@ class Cell:
             try:
                 await self.refresh()
             except AWAY as error:
-                if self.reachable:
-                    log.warning("registry: broker away: %s", error)
+                if self.reachable or fault(error):
+                    TROUBLES.tell("registry", error)
                 self.reachable = False
                 continue
             if not self.reachable:

@@ -12,6 +12,7 @@ from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
 from collm_common.errors import FencedError
 from collm_common.lease import Lease
+from collm_common.trouble import TROUBLES
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.originals import Originals
 from collm_dispatcher.settings import DispatcherSettings
@@ -76,7 +77,7 @@ class Leader:
                 try:
                     token = await self._lease.hold()
                 except AWAY as error:
-                    log.warning("lease of %s: broker away: %s", self.model, error)
+                    TROUBLES.tell(f"lease of {self.model}", error)
                     continue
                 if self.term is None or token != self.term.token:
                     await self._step_down()

@@ -36,7 +36,7 @@ return reply
 PRUNE = """
 -- KEYS: leader lease, original stream, streams. ARGV: token, name in the set.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
-if redis.call('XLEN', KEYS[2]) > 0 then return 0 end
+if redis.call('TYPE', KEYS[2])['ok'] == 'stream' and redis.call('XLEN', KEYS[2]) > 0 then return 0 end
 redis.call('DEL', KEYS[2])
 redis.call('SREM', KEYS[3], ARGV[2])
 return 1

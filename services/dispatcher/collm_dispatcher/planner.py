@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 from collm_common.clock import Clock
 from collm_common.messages import Expected, ReplicaChanged
 from collm_common.requeue import give_up_subflow
-from collm_common.types import ReplicaState
+from collm_common.trouble import contained
+from collm_common.types import ReplicaInfo, ReplicaState
 from collm_dispatcher.cell import Cell, Member
 from collm_dispatcher.policy.balance import Balance, Limits, Plan
 from collm_dispatcher.policy.drift import Drift
@@ -109,15 +110,19 @@ class Planner:
         if self._clock.monotonic() - self._cell.steady_since_s < self._settings.away_grace_s:
             return
         for member in self._cell.of(self.model):
-            info = member.info
-            if info.alive or not (info.ready or await self._redis.xlen(self._keys.subflow(info.id))):
-                continue
-            lost = await give_up_subflow(self._redis, self._keys, info.id)
-            log.warning("replica %s is gone: %d requests go back", info.id, lost)
-            event = ReplicaChanged(replica=info.id, what="down", reason="its lease ran out", time_s=self._clock.now())
-            await self._cell.registry.announce(event, info.id)
-            await self._cell.registry.update(info.id, ready=False)
-            await self._cell.refresh()
+            if not member.info.alive:
+                with contained(f"subflow of {member.info.id}"):
+                    await self._give_back(member.info)
+
+    async def _give_back(self, info: ReplicaInfo) -> None:
+        if not (info.ready or await self._redis.xlen(self._keys.subflow(info.id))):
+            return
+        lost = await give_up_subflow(self._redis, self._keys, info.id)
+        log.warning("replica %s is gone: %d requests go back", info.id, lost)
+        event = ReplicaChanged(replica=info.id, what="down", reason="its lease ran out", time_s=self._clock.now())
+        await self._cell.registry.announce(event, info.id)
+        await self._cell.registry.update(info.id, ready=False)
+        await self._cell.refresh()
 
 
 def _limits(settings: DispatcherSettings) -> Limits:

@@ -26,9 +26,9 @@ local moved = {0}
 for i = 5, #KEYS do
   if room <= 0 then break end
   local id, note = ARGV[2 * i - 5], ARGV[2 * i - 4]
-  local rows = redis.call('XRANGE', KEYS[i], id, id)
-  redis.call('XACK', KEYS[i], ARGV[3], id)
-  if #rows == 0 then
+  local rows = redis.pcall('XRANGE', KEYS[i], id, id)
+  redis.pcall('XACK', KEYS[i], ARGV[3], id)
+  if rows.err or #rows == 0 then
     moved[#moved + 1] = 0
   else
     redis.call('XDEL', KEYS[i], id)

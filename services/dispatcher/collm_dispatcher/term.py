@@ -14,6 +14,7 @@ from collm_common.clock import Clock, ticks
 from collm_common.errors import FencedError
 from collm_common.messages import Freed, InferenceReport, Request
 from collm_common.retry import forever
+from collm_common.trouble import contained
 from collm_dispatcher.backlog import Backlog
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.planner import Planner
@@ -142,10 +143,11 @@ class Term:
 
     async def _move(self, releases: list[Release]) -> None:
         """All to one replica. What is not moved waits again, also when it is not known whether it was."""
-        replica, most, settled = releases[0].replica, releases[0].most, 0
+        replica, most, room, settled = releases[0].replica, releases[0].most, 0, 0
         try:
             items = [(release.item, self.planner.expected(release)) for release in releases]
-            room, settled = await self._mover.release(self._lease_key, self.token, replica, most, items)
+            with contained(f"subflow of {replica}"):
+                room, settled = await self._mover.release(self._lease_key, self.token, replica, most, items)
             self.micro.count(replica, most - room)
         finally:
             for release in releases[:settled]:
@@ -198,6 +200,9 @@ class Term:
         async with self._redis.pipeline(transaction=False) as pipe:
             for id_ in ids:
                 pipe.xlen(self._keys.subflow(id_))
-            lengths = await pipe.execute()
+            lengths = await pipe.execute(raise_on_error=False)
         for id_, length in zip(ids, lengths, strict=True):
-            self.micro.count(id_, int(length))
+            with contained(f"subflow of {id_}"):
+                if isinstance(length, Exception):
+                    raise length
+                self.micro.count(id_, int(length))

@@ -11,6 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from collm_common.errors import DataError, ModelError
+from collm_common.trouble import TROUBLES
 
 UPLOADS = "uploads"
 
@@ -68,7 +69,7 @@ class DataEndpoint:
     async def _health(self, _: web.Request) -> web.Response:
         if reason := self._trouble():
             return web.json_response({"status": "not serving", "reason": reason}, status=503)
-        return web.json_response({"status": "ok"})
+        return web.json_response({"status": "ok", "broker_faults": TROUBLES.faults})
 
 
 def _store(folder: Path, body: bytes, check: Callable[[str], int]) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -12,10 +13,12 @@ from redis.asyncio import Redis
 
 from collm_common import messages, post, streams
 from collm_common.broker import patiently
+from collm_common.errors import BrokerFault
 from collm_common.keys import Keys
 from collm_common.messages import Done, Expected, Failed, Replies, Reply
 from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
 
+log = logging.getLogger(__name__)
 MAX_BACKLOG = 256
 PATIENCE_S = 60.0
 
@@ -56,9 +59,25 @@ class Outbox:
         """Send for ever. Raises BrokerError when the broker stays away: then the requests are re-dispatched anyway."""
         while True:
             replies, entry_ids = await self._queue.get()
-            await patiently(partial(self._send, replies, entry_ids), PATIENCE_S)
+            try:
+                await patiently(partial(self._send, replies, entry_ids), PATIENCE_S)
+            except BrokerFault:
+                await self._send_apart(replies, entry_ids)
             self.unacknowledged.difference_update(entry_ids)
             self._queue.task_done()
+
+    async def _send_apart(self, replies: Sequence[tuple[str, Reply]], entry_ids: Sequence[str]) -> None:
+        """A damaged key of one ingress, or of this replica, keeps nothing from the others; its own part is dropped."""
+        for ingress in dict.fromkeys(ingress for ingress, _ in replies):
+            own = [(to, reply) for to, reply in replies if to == ingress]
+            await self._try(partial(self._send, own, ()))
+        await self._try(partial(self._send, (), entry_ids))
+
+    async def _try(self, send: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await patiently(send, PATIENCE_S)
+        except BrokerFault as error:
+            log.error("replies are dropped: %s", error)
 
     async def _send(self, replies: Sequence[tuple[str, Reply]], entry_ids: Sequence[str]) -> None:
         by_ingress: dict[str, list[Reply]] = defaultdict(list)

@@ -14,6 +14,7 @@ from collm_common.clock import Clock, ticks
 from collm_common.messages import ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.requeue import give_up_subflow
+from collm_common.trouble import TROUBLES
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_replica.channel import Ready
 from collm_replica.settings import ReplicaSettings
@@ -96,7 +97,7 @@ class Presence:
             try:
                 await self._beat_once()
             except AWAY as error:
-                log.warning("heartbeat: broker away: %s", error)
+                TROUBLES.tell("heartbeat", error)
 
     async def _beat_once(self) -> None:
         if self.info is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from redis.asyncio import Redis
 
 from collm_common import post
@@ -11,6 +9,7 @@ from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
 from collm_common.messages import Answered, Delta, Done, Failed, InferenceReport, Request
 from collm_common.registry import Registry
+from collm_common.trouble import TROUBLES
 from collm_common.types import BatchSizes
 from collm_replica.channel import Training
 from collm_replica.engine.protocol import InferenceEngine, StepResult
@@ -18,7 +17,6 @@ from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import Utilisation, Window
 from collm_replica.versions import Versions
 
-log = logging.getLogger(__name__)
 MAX_ANSWERED = 64
 
 
@@ -64,7 +62,7 @@ class Reports:
             try:
                 await self._report(now)
             except AWAY as error:
-                log.warning("telemetry: broker away: %s", error)
+                TROUBLES.tell("telemetry", error)
 
     async def _report(self, now: float) -> None:
         info = await self._registry.replica(self._settings.id)

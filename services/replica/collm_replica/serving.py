@@ -159,7 +159,7 @@ class Serving:
         queue = WorkQueue(
             self.redis, self.keys.subflow(self.settings.id), GROUP, self.settings.id, AckPolicy.BY_HANDLER
         )
-        await patiently(queue.create, FIRST_READ_S)
+        await once("subflow", queue.create, self.clock)
 
         async def step() -> None:
             for entry in await self._strays(queue) + await queue.read(self.settings.max_waiting):

@@ -12,7 +12,7 @@ import msgspec
 
 from collm_common.broker import AWAY
 from collm_common.clock import Clock
-from collm_common.errors import BrokerError, InvalidRequest, RequestError, Unavailable
+from collm_common.errors import BrokerError, BrokerFault, InternalError, InvalidRequest, RequestError, Unavailable
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, Request
 from collm_common.types import AdapterRef, SamplingParams, Slo
@@ -213,7 +213,7 @@ class Answers:
             for open_ in opened:
                 self._opened.remove(open_, left=True)
             if isinstance(error, BrokerError | OSError):
-                raise Unavailable("the broker is away", retry_after_s=self._settings.retry_after_s) from error
+                raise self._broken(error) from error
             raise
         return opened
 
@@ -226,7 +226,13 @@ class Answers:
         try:
             await self._courier.send_again(open_)
         except BrokerError as error:
-            raise Unavailable(str(error), code="broker_away") from error
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> RequestError:
+        log.warning("%s", error)
+        if isinstance(error, BrokerFault):
+            return InternalError("the broker refuses", code="broker_fault")
+        return Unavailable("the broker is away", code="broker_away", retry_after_s=self._settings.retry_after_s)
 
 
 class TimedOut(RequestError):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
+from collm_common.trouble import TROUBLES
 from collm_common.types import Slo
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 OTHER = "other"
+
+
+class _Faults(Collector):
+    """What the broker refused in this process."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """One sample a kind."""
+        family = CounterMetricFamily("collm:broker_faults", "Refusals that waiting does not heal", labels=["kind"])
+        for kind, count in sorted(TROUBLES.faults.items()):
+            family.add_metric([kind], count)
+        yield family
 
 
 class Metrics:
@@ -42,6 +56,7 @@ class Metrics:
             "collm:goodput_tokens", "Output tokens of requests inside every limit", by_class, registry=registry
         )
         self.attainment = Gauge("collm:slo_attainment", "Share of offered that met it", by_class, registry=registry)
+        registry.register(_Faults())
         self._shares: dict[tuple[str, str], list[int]] = {}
 
     def accepted(self, model: str, slo: Slo, prompt_tokens: int) -> None:

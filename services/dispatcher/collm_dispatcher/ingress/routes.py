@@ -13,6 +13,7 @@ from aiohttp import web
 from collm_common.broker import AWAY
 from collm_common.errors import InternalError, RequestError, Unavailable, UnknownModel
 from collm_common.messages import Delta
+from collm_common.trouble import TROUBLES, fault
 from collm_dispatcher.ingress import render
 from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
 from collm_dispatcher.ingress.answer import Answers
@@ -183,7 +184,9 @@ class Routes:
             refusal.status, refusal.type = error.status, "invalid_request_error"
             return self._refusal(request, refusal)
         except AWAY as error:
-            log.warning("%s: broker away: %s", request.path, error)
+            TROUBLES.tell(request.path, error)
+            if fault(error):
+                return self._refusal(request, InternalError("the broker refuses", code="broker_fault"))
             return self._refusal(
                 request, Unavailable("the broker is away", code="broker_away", retry_after_s=self._retry_after_s)
             )

@@ -76,7 +76,7 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     async def broker_answers() -> bool:
         try:
             async with asyncio.timeout(PING_S):
-                return bool(await redis.ping())
+                return cell.reachable and bool(await redis.ping())
         except AWAY:
             return False
 
