@@ -91,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     folder = resolve(arguments.model or demo_model(), arguments.cache)
-    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = EngineConfig(max_batch=BATCH, step_tokens=BATCH * PROMPT, max_waiting=2 * max(QUEUES))
     engine = Engine(served, load_tokenizer(folder), config)
