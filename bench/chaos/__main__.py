@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose name contains this")
     parser.add_argument("--keep", type=Path, help="where to copy the logs to")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the cell is taken down
     with tempfile.TemporaryDirectory(prefix="collm-chaos-") as folder:
         try:
             hits, records, problems = uvloop.run(run(arguments, Path(folder)))
