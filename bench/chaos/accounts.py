@@ -21,11 +21,13 @@ LEGAL = {
     (ReplicaState.IDLE, ReplicaState.COMBINED),
     (ReplicaState.COMBINED, ReplicaState.SERVING),
 }
-LASTING = r"replicas|streams|adapters|jobs|events|telemetry|fence:.+|replica:.+|latency:.+|config:.+|adapter:.+"
+LASTING = r"replicas|streams|room|adapters|jobs|events|telemetry|fence:.+|replica:.+|latency:.+|config:.+|adapter:.+"
 WORK = r"requests:.+|subflow:.+"
 PASSING = r"lease:.+|replies:.+"
 CONTROL = r"control:.+"
 JOB = r"job:[^:]+(:r\d+:.+)?"
+BOUNDED = r"telemetry|events|room|replies:.+|control:.+|adapter:.+:v\d+"
+MOST_VERSIONS = 6
 
 
 def of_requests(records: Sequence[Record]) -> tuple[Counter[str], list[str]]:
@@ -70,9 +72,11 @@ async def of_keys(redis: Redis, keys: Keys) -> list[str]:
     """Keys of an unknown kind, work left over, and what should end but has no end. Called when nothing is running."""
     jobs = {job.decode() for job in await redis.smembers(keys.jobs)}
     problems = []
+    versions = 0
     async for raw in redis.scan_iter(count=1000):
         key = raw.decode()
         name = key.removeprefix(keys.prefix)
+        versions += bool(re.fullmatch(r"adapter:.+:v\d+", name))
         if not key.startswith(keys.prefix) or not re.fullmatch("|".join((LASTING, WORK, PASSING, CONTROL, JOB)), name):
             problems.append(f"unknown key {key}")
         elif re.fullmatch(WORK, name) and (count := await redis.xlen(key)):
@@ -81,15 +85,16 @@ async def of_keys(redis: Redis, keys: Keys) -> list[str]:
             problems.append(f"{key} would stay for ever")
         elif (update := re.fullmatch(r"job:([^:]+):r\d+:.+", name)) and update[1] not in jobs:
             problems.append(f"{key} is left of a job that has ended")
+    if versions > MOST_VERSIONS:
+        problems.append(f"{versions} adapter versions are kept, of one adapter")
     return problems
 
 
 async def kept_bytes(redis: Redis, keys: Keys) -> int:
-    """What the broker holds beside the streams that are kept at a bounded length."""
-    bounded = re.compile(re.escape(keys.prefix) + "(telemetry|events|replies:.+|control:.+)")
+    """What the broker holds beside what ends by itself, and what is kept at a bounded length or number."""
     total = 0
     async for key in redis.scan_iter(count=1000):
-        if not bounded.fullmatch(key.decode()):
+        if not re.fullmatch(BOUNDED, key.decode().removeprefix(keys.prefix)) and await redis.pttl(key) < 0:
             total += await redis.memory_usage(key, samples=0) or 0
     return total
 
