@@ -33,7 +33,7 @@ def known(cell: Sequence[Replica], output_tokens: float = 10.0) -> dict[str, Lat
 
 def subflows(cell: Sequence[Replica]) -> Subflows:
     """The live policy over them."""
-    return Subflows(cell, [SLO], known(cell))
+    return Subflows(cell, known(cell))
 
 
 def play(

@@ -23,7 +23,7 @@ ADAPTERS = 3
 
 def decider(name: lineup.Name) -> Callable[[Sequence[Replica]], Scheduler]:
     """Makes the scheduler of that name."""
-    return lambda cell: lineup.scheduler(name, cell, [SLO], known(cell), ADAPTERS)
+    return lambda cell: lineup.scheduler(name, cell, known(cell), ADAPTERS)
 
 
 @st.composite

@@ -65,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         replicas = lineup.cell(name, arguments.replicas, hardware, arguments.max_batch)
         latency = {replica.id: known for replica in replicas}
         tally = Tally()
-        cell = Cell(
-            replicas, lineup.scheduler(name, replicas, [slo], latency, arguments.adapters, arguments.seed), tally
-        )
+        cell = Cell(replicas, lineup.scheduler(name, replicas, latency, arguments.adapters, arguments.seed), tally)
         cell.run(offers.offers(arrivals, slo, arguments.adapters, arguments.seed))
         found[name] = tally.figures(max(arrivals[-1].at_s, arguments.duration or 0.0))
     Console().print(table(found))

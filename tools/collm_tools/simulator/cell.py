@@ -100,9 +100,11 @@ class Cell:
             self._close(request)
         for id_ in moves.promote:
             self.change(self.replicas[id_], ReplicaState.SERVING, "promoted")
-        for id_ in (*moves.pause, *moves.resume):
-            replica = self.replicas[id_]
-            replica.configure(now, replica.b, replica.train, paused=id_ in moves.pause)
+        for id_ in moves.stop:
+            self.change(self.replicas[id_], ReplicaState.SERVING, "recall: the dispatcher needs its capacity")
+        for new in moves.resize:
+            replica = self.replicas[new.replica]
+            replica.configure(now, new.infer, new.train, new.paused)
             self.settle(replica)
 
     def change(self, replica: Replica, after: ReplicaState, reason: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from collm_common.latency import LatencyModel, Line
-from collm_common.types import Slo
 from collm_tools.simulator.baselines.dlora import DLora
 from collm_tools.simulator.baselines.shepherd import Shepherd
 from collm_tools.simulator.baselines.spreading import LeastLoaded, PowerOfTwo, RoundRobin
@@ -26,7 +25,6 @@ MERGING: tuple[Name, ...] = ("dlora", "shepherd")
 def scheduler(
     name: Name,
     replicas: Sequence[Replica],
-    slos: Sequence[Slo],
     latency: Mapping[str, LatencyModel],
     adapters: int = 1,
     seed: int = 0,
@@ -34,7 +32,7 @@ def scheduler(
     """The scheduler of that name over the replicas; `latency` is what is known of them."""
     match name:
         case "collm":
-            return Subflows(replicas, slos, latency)
+            return Subflows(replicas, latency)
         case "dlora":
             return DLora(replicas, adapters)
         case "shepherd":

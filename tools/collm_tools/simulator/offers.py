@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import exp
 
 from msgspec import structs
 
@@ -27,11 +28,11 @@ def filled(arrivals: Iterable[Arrival], prompt_tokens: int, output_tokens: int) 
 
 
 def offers(
-    arrivals: Iterable[Arrival], slo: Slo, adapters: int = 1, seed: int = 0, max_tokens: int = 1024
+    arrivals: Iterable[Arrival], slo: Slo, adapters: int = 1, seed: int = 0, max_tokens: int = 1024, spread: float = 0.0
 ) -> Iterator[SimRequest]:
     """One request for each arrival, made when it comes; adapters are drawn evenly.
 
-    The deadline is the one the ingress would stamp.
+    The deadline is the one the ingress would stamp; `spread` is that of the log of their difficulty.
     """
     draw = random.Random(seed)
     limits = [limit for limit in (slo.ttft_s, slo.e2e_s) if limit is not None]
@@ -47,5 +48,6 @@ def offers(
             slo=slo,
             adapter=draw.randrange(adapters),
             max_tokens=asked,
+            difficulty=exp(draw.gauss(0.0, spread)) if spread else 1.0,
             wanted_s=arrival.at_s + min(limits) if limits and slo.late == "reject" else float("inf"),
         )

@@ -42,6 +42,7 @@ class Replica:
         self.quality = 1.0
         self.train = 0
         self.paused = False
+        self.loss = 1.0
         self.micro_steps = 0.0
         self.next_s = inf
         self.meter = Meter()
@@ -197,6 +198,7 @@ class Replica:
             room -= 1
             tokens += request.prompt_tokens
             request.started_s = now
+            request.cross_entropy = self.loss * request.difficulty
             self._count(request.adapter, 1)
             self._burst.append(request)
         if self._burst:

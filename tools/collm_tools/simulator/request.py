@@ -15,8 +15,8 @@ Outcome = Literal["open", "completed", "refused"]
 class SimRequest(Struct, gc=False, eq=False):
     """Times are seconds into the run, lengths tokens. Only its replica knows `output_tokens`, and only at the end.
 
-    Who has not begun by `wanted_s` can only miss its limits. `cross_entropy` (nats) is what a reference answer scored
-    under the version that answered.
+    Who has not begun by `wanted_s` can only miss its limits. `cross_entropy` (nats) is that of a reference answer
+    under the version that answered: the version's mean times the request's own `difficulty`.
     """
 
     number: int
@@ -34,6 +34,7 @@ class SimRequest(Struct, gc=False, eq=False):
     first_s: float = inf
     end_s: float = inf
     wanted_s: float = inf
+    difficulty: float = 1.0
     cross_entropy: float = 1.0
 
     @property

@@ -11,10 +11,20 @@ from collm_common.types import ReplicaState
 from collm_tools.simulator.request import SimRequest
 
 
+class Resize(Struct, frozen=True):
+    """New batch sizes of a replica: B, b, and whether its training stands still."""
+
+    replica: str
+    train: int
+    infer: int
+    paused: bool
+
+
 class Moves(Struct):
     """What to do now, in this order; replicas by their ids. `migrate` moves what waits from the first to the second.
 
-    `preempt` gives back the running batch of a replica to its scheduler (`preempted`); the rest is for replicas.
+    `preempt` gives the running batch of a replica back to its scheduler (`preempted`). Idle ones become Serving by
+    `promote`, Combined ones by `stop`.
     """
 
     preempt: Sequence[str] = ()
@@ -22,8 +32,8 @@ class Moves(Struct):
     release: Sequence[tuple[SimRequest, str]] = ()
     refuse: Sequence[SimRequest] = ()
     promote: Sequence[str] = ()
-    pause: Sequence[str] = ()
-    resume: Sequence[str] = ()
+    resize: Sequence[Resize] = ()
+    stop: Sequence[str] = ()
 
 
 NOTHING = Moves()
@@ -38,6 +48,10 @@ class View(Protocol):
     b: int
     most: int
     train: int
+
+    @property
+    def training(self) -> int:
+        """B that runs beside inference right now."""
 
     @property
     def in_flight(self) -> int:

@@ -1,24 +1,31 @@
-"""The live dispatcher's policy in virtual time: what `term.py` and `planner.py` do, without a broker in between."""
+"""The live dispatcher's policy in virtual time: what `term.py` and `planner.py` do around it, without a broker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
+from msgspec import structs
 
 from collm_common.latency import LatencyModel
-from collm_common.types import ReplicaState, Slo
+from collm_common.messages import Expected
+from collm_common.types import ReplicaState
 from collm_dispatcher.policy.balance import Balance, Limits, Plan
+from collm_dispatcher.policy.drift import Drift
 from collm_dispatcher.policy.fill import Carrier
-from collm_dispatcher.policy.micro import Lane, MicroCycle
+from collm_dispatcher.policy.micro import Lane, MicroCycle, Release
 from collm_dispatcher.policy.outlook import Fit, Pace, fastest
 from collm_dispatcher.policy.pacing import Mode
-from collm_dispatcher.policy.queue import Waiting
+from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
+from collm_dispatcher.policy.recall import Patience
 from collm_dispatcher.policy.streams import Stream, Streams
+from collm_tools.simulator.recalling import Recalling
 from collm_tools.simulator.request import SimRequest
 from collm_tools.simulator.scheduling import Moves, View
 
-BATCH = 1 << 30
+BATCH = 128
+MACRO_S = 0.25
+PATIENCE = Patience(step=4, stop=40, resume=40)
+"""The live settings' defaults: 1 s, 10 s and 10 s, in ticks."""
 
 
 class Subflows:
@@ -27,109 +34,127 @@ class Subflows:
     def __init__(
         self,
         replicas: Sequence[View],
-        slos: Sequence[Slo],
         latency: Mapping[str, LatencyModel],
         limits: Limits | None = None,
-        every_s: float = 0.25,
+        every_s: float = MACRO_S,
     ) -> None:
         self.every_s = every_s
-        self.plan = Plan()
+        self.queue = DeadlineQueue()
+        self.micro = MicroCycle(self.queue)
         self.streams = Streams()
-        self._micro = MicroCycle()
-        self.queue = self._micro.queue
+        self.plan = Plan()
+        self.fits: dict[str, Fit] = {}
+        self.pace: Pace | None = None
         self._replicas = {replica.id: replica for replica in replicas}
         self._latency = latency
-        self._balance = Balance(limits)
+        self._balance = Balance(limits or Limits(patience=PATIENCE))
+        self._recalling = Recalling(self._replicas)
+        self._drifts: dict[str, Drift] = {}
         self._requests: dict[str, SimRequest] = {}
-        self._pace: Pace | None = None
-        self._lanes: tuple[list[Lane], Mapping[str, tuple[str, ...]]] = ([], {})
+        self._expected: dict[int, Expected | None] = {}
+        self._lanes: tuple[list[Lane], dict[str, list[str]]] = ([], {})
         self._observed_s = 0.0
-        self._plan(0.0)
 
     # --- micro-cycle
 
     def arrived(self, now: float, request: SimRequest) -> Moves:
-        """Into the queue, and on if there is room; a stream that the plan does not know is planned for at once."""
-        id_, key = str(request.number), request.slo.name
-        self._requests[id_] = request
+        """Into the queue, and on if there is room; a stream that the plan does not know has it made anew."""
+        key, id_ = request.slo.name, str(request.number)
         news = self.streams.arrived(key, request.slo, request.prompt_tokens, now)
-        item = Waiting(key, id_, id_, "", 0, now, request.deadline_s, request.slo, self._latest_s(request))
-        self.queue.add(item)
-        if news or not self._micro.lanes:
-            return self.tick(now)
-        return self._turn(now)
+        self._requests[id_] = request
+        latest_s = None
+        if self.pace is not None:
+            asked, prompt = request.max_tokens, request.prompt_tokens
+            latest_s = self.pace.latest_start_s(now, request.deadline_s, prompt, asked, request.slo)
+        self.queue.add(
+            Waiting(key, id_, id_, "", 0, now, request.deadline_s, request.slo, latest_s, "", request.prompt_tokens)
+        )
+        return self.tick(now) if news or not self.micro.lanes else self._turn(now)
 
     def ended(self, now: float, requests: Sequence[SimRequest]) -> Moves:
-        """Room for the next."""
+        """Room for the next; what the answers took and how long they were is learned."""
         for request in requests:
-            self._micro.ended(request.replica)
-            if request.outcome != "refused":
-                self.streams.answered(request.slo.name, request.output_tokens)
+            self.micro.ended(request.replica)
+            self._learn(request)
         return self._turn(now)
 
     def preempted(self, now: float, requests: Sequence[SimRequest]) -> None:
         """Nothing is ever preempted."""
 
+    def _learn(self, request: SimRequest) -> None:
+        expected = self._expected.pop(request.number, None)
+        if request.outcome != "completed":
+            return
+        self.streams.answered(request.slo.name, request.output_tokens)
+        if expected is not None and request.output_tokens > 1:
+            token_s = (request.end_s - request.first_s) / (request.output_tokens - 1)
+            drift = self._drifts.setdefault(request.replica, Drift())
+            drift.observe(expected.token_s, expected.scale, token_s)
+
     def _turn(self, now: float) -> Moves:
         if not len(self.queue):
             return Moves()
         shed = [self._requests.pop(item.entry_id) for item in self.queue.shed(now)]
-        releases, _ = self._micro.decide(now, BATCH)
-        for release in releases:
-            self.queue.remove(release.item)
-        moved = [(self._requests.pop(release.item.entry_id), release.replica) for release in releases]
-        return Moves(release=moved, refuse=shed)
+        release: list[tuple[SimRequest, str]] = []
+        while len(self.queue):
+            decided, _ = self.micro.decide(now, BATCH)
+            release += [(self._carry_out(found), found.replica) for found in decided]
+            if len(decided) < BATCH:
+                break
+        return Moves(release=release, refuse=shed)
 
-    def _latest_s(self, request: SimRequest) -> float | None:
-        if self._pace is None:
-            return None
-        return self._pace.latest_start_s(
-            request.arrival_s, request.deadline_s, request.prompt_tokens, request.max_tokens, request.slo
-        )
+    def _carry_out(self, release: Release) -> SimRequest:
+        item = release.item
+        self.queue.remove(item)
+        request = self._requests.pop(item.entry_id)
+        fit, stream = self.fits.get(release.replica), self.streams.of(item.key)
+        if fit is not None and stream is not None:
+            self._expected[request.number] = fit.expected(stream, item.prompt_tokens, release.ahead + 1)
+        return request
 
     # --- macro-cycle
 
     def tick(self, now: float) -> Moves:
         """Forecast, modes, plan; then what there is room for now."""
-        self.streams.observe(now - self._observed_s)
-        self._observed_s = now
-        plan = self._plan(now)
-        moves = self._turn(now)
-        moves.promote = (*plan.promote, *plan.recall.stop)
-        moves.pause, moves.resume = plan.recall.pause, plan.recall.resume
-        return moves
-
-    def _plan(self, now: float) -> Plan:
+        if now > self._observed_s:
+            self.streams.observe(now - self._observed_s)
+            self._observed_s = now
         queued = {key: count for key, count in self.queue.counts().items() if count}
         streams = self.streams.lately(now, queued)
         demands = self.streams.demands(streams, queued)
-        busiest = max(streams, key=lambda key: demands[key].rate, default=None)
-        fits = {id_: _fit(replica, self._latency.get(id_)) for id_, replica in self._replicas.items()}
-        self._pace = fastest(fits.values(), streams[busiest].prompt_tokens if busiest else 0.0)
-        carriers = [_carrier(replica, fits[id_], streams, busiest) for id_, replica in self._replicas.items()]
+        name = max(streams, key=lambda key: demands[key].rate, default=None)
+        busiest = streams[name] if name is not None else None
+        self.fits = {id_: self._fit(replica) for id_, replica in self._replicas.items()}
+        self.pace = fastest(self.fits.values(), busiest.prompt_tokens if busiest else 0.0)
+        carriers = [self._carrier(replica, streams, busiest) for replica in self._replicas.values()]
         self.plan = self._balance.tick(carriers, demands)
         self._follow()
-        return self.plan
+        moves = self._turn(now)
+        moves.promote = self.plan.promote
+        self._recalling.apply(self.plan.recall, self.fits, busiest, moves)
+        return moves
 
     def _follow(self) -> None:
-        """A replica whose mode did not change, among the same ones, keeps its place."""
-        quality = {id_: replica.quality for id_, replica in self._replicas.items()}
-        lanes = [Lane(id_, mode, quality[id_]) for id_, mode in self.plan.modes.items()]
-        if (lanes, self.plan.routes) != self._lanes:
-            self._lanes = (lanes, self.plan.routes)
-            self._micro.follow(lanes, self.plan.routes)
+        promoted = set(self.plan.promote)
+        takes = {id_ for id_, r in self._replicas.items() if r.state is not ReplicaState.IDLE or id_ in promoted}
+        ids = [id_ for id_ in self.plan.carriers if id_ in takes]
+        routes = {stream: [id_ for id_ in route if id_ in takes] for stream, route in self.plan.routes.items()}
+        lanes = [Lane(id_, self.plan.modes[id_], self._replicas[id_].quality) for id_ in ids]
+        if (lanes, routes) != self._lanes:
+            self._lanes = (lanes, routes)
+            self.micro.follow(lanes, routes)
 
+    def _fit(self, replica: View) -> Fit:
+        combined, drift = replica.state is ReplicaState.COMBINED, self._drifts.get(replica.id)
+        most = min(replica.most, replica.b) if combined else replica.most
+        train = replica.training if combined else 0
+        return Fit(self._latency.get(replica.id), most, train, drift.factor if drift else 1.0)
 
-def _fit(replica: View, model: LatencyModel | None) -> Fit:
-    if replica.state is ReplicaState.COMBINED and replica.train:
-        return Fit(model, min(replica.most, replica.b), replica.train)
-    return Fit(model, replica.most)
-
-
-def _carrier(replica: View, fit: Fit, streams: Mapping[str, Stream], busiest: str | None) -> Carrier:
-    modes = {key: fit.mode(stream) for key, stream in streams.items()}
-    mode = modes[busiest] if busiest else Mode(fit.most)
-    alone = None
-    if busiest and fit.train_batch:
-        alone = msgspec.structs.replace(fit, most=replica.most, train_batch=0).mode(streams[busiest])
-    return Carrier(replica.id, replica.state, True, mode, replica.quality, modes, alone)
+    def _carrier(self, replica: View, streams: Mapping[str, Stream], busiest: Stream | None) -> Carrier:
+        fit, combined = self.fits[replica.id], replica.state is ReplicaState.COMBINED
+        modes = {key: fit.mode(stream) for key, stream in streams.items()}
+        mode = fit.mode(busiest) if busiest else Mode(fit.most)
+        alone = None
+        if busiest and combined:
+            alone = structs.replace(fit, most=replica.most, train_batch=0).mode(busiest)
+        return Carrier(replica.id, replica.state, True, mode, replica.quality, modes, alone, fit.train_batch)

@@ -1,0 +1,85 @@
+"""The live coordinator's fits and choices in virtual time: what its `service.py` does around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from collm_common.latency import LatencyModel
+from collm_common.messages import InferenceReport, TrainReport
+from collm_common.types import BatchSizes, ReplicaState, Slo
+from collm_coordinator.replica_model import ReplicaModel
+from collm_coordinator.solver import Demand, Learning, first_draw, keeps_slo, solve
+from collm_tools.simulator.replica import Replica
+
+
+class CoordinatorRules(Struct, frozen=True):
+    """As the live settings of the same names; `pair` fixes (B, b) for good, as the paper's comparison does."""
+
+    slo: Slo
+    max_train_batch: int = 16
+    first_train_max: int = 4
+    min_infer_share: float = 0.25
+    accumulation: int = 8
+    seed: int = 0
+    pair: BatchSizes | None = None
+
+
+class Coordinating:
+    """One model's replicas. `latency` is written for the dispatcher to read."""
+
+    def __init__(
+        self, rules: CoordinatorRules, replicas: Mapping[str, Replica], latency: dict[str, LatencyModel]
+    ) -> None:
+        self.rules, self.latency = rules, latency
+        self.sizes: dict[str, BatchSizes] = {}
+        self._replicas = replicas
+        self._models = {id_: ReplicaModel() for id_ in replicas}
+
+    def hear(self, report: InferenceReport | TrainReport) -> None:
+        """Telemetry."""
+        model = self._models[report.replica]
+        if isinstance(report, TrainReport):
+            model.observe_training(report)
+        else:
+            model.observe_inference(report)
+
+    def first(self, now: float, job: str, replica: Replica) -> None:
+        """Sizes for a replica that joins a job: a draw of its own."""
+        sizes = self.rules.pair
+        if sizes is None:
+            sizes = first_draw(f"{self.rules.seed} {job} {replica.id}", self.rules.first_train_max, replica.most)
+            self._models[replica.id].first_batch = sizes.train
+        self._configure(now, replica, sizes)
+
+    def restore(self, now: float, replica: Replica) -> None:
+        """It trains no more."""
+        self._configure(now, replica, BatchSizes(0, replica.most))
+
+    def fit(self, now: float) -> None:
+        """Fit whoever has new samples; sizes that do not keep the objective are replaced at once."""
+        for replica in self._replicas.values():
+            self.refit(now, replica, settle=False)
+
+    def refit(self, now: float, replica: Replica, settle: bool) -> None:
+        """`settle`: a round is over, the sizes of the next one are due."""
+        model, combined = self._models[replica.id], replica.state is ReplicaState.COMBINED
+        model.refit(combined, list(self._models.values()))
+        if model.latency is None:
+            return
+        self.latency[replica.id] = model.latency
+        if self.rules.pair is not None or not combined or not replica.train or model.latency.train is None:
+            return
+        demand = Demand(self.rules.slo, model.traffic.mean_prompt_tokens, model.traffic.queue_s)
+        known = self.sizes.get(replica.id)
+        if not settle and known is not None and keeps_slo(model.latency, known, demand):
+            return
+        learning = Learning(max(1, model.first_batch), self.rules.accumulation, model.noise_scale)
+        batches = range(1, self.rules.max_train_batch + 1)
+        floor = max(1, round(self.rules.min_infer_share * replica.most))
+        self._configure(now, replica, solve(model.latency, batches, replica.most, demand, learning, floor).sizes)
+
+    def _configure(self, now: float, replica: Replica, sizes: BatchSizes) -> None:
+        self.sizes[replica.id] = sizes
+        replica.configure(now, sizes.infer, sizes.train if replica.train else 0, replica.paused)
