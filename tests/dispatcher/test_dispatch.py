@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -15,7 +16,7 @@ from collm_common.errors import FencedError
 from collm_common.keys import Keys
 from collm_common.latency import LatencyModel, Line
 from collm_common.lease import Lease
-from collm_common.messages import Done, Failed, Lost, ReplicaChanged, Request, StateChanged
+from collm_common.messages import Done, Expected, Failed, Lost, ReplicaChanged, Request, StateChanged
 from collm_common.registry import Registry
 from collm_common.requeue import GROUP
 from collm_common.streams import AckPolicy, WorkQueue
@@ -374,3 +375,85 @@ async def test_a_replica_that_was_declared_gone_and_lives_serves_again(redis: Re
 
 async def _is_ready(redis: Redis, keys: Keys, wanted: bool) -> bool:
     return (await Registry(redis, keys).replicas())["r1"].ready is wanted
+
+
+async def test_training_is_taken_back_in_steps_and_given_back_whole(redis: Redis, keys: Keys) -> None:
+    """A trainer that is paused and keeps its small batch of requests, or resumes with another B than it had."""
+    sizes = BatchSizes(train=4, infer=2)
+    await register(redis, keys, state=ReplicaState.COMBINED)
+    await latency.save_sizes(redis, keys, "r1", sizes, "test")
+    await offer(redis, keys, *(request(f"q{n}") for n in range(40)))
+
+    async def told() -> list[tuple[str, BatchSizes | None]]:
+        found = [messages.decode(entry.data) for entry in streams.parse("", await redis.xrange(keys.control("r1")))]
+        return [(messages.kind(m), m.sizes if isinstance(m, messages.Configure) else None) for m in found]
+
+    shrunk = [("configure", BatchSizes(train=2, infer=2))]
+    paused = [*shrunk, ("pause_training", None), ("configure", BatchSizes(train=2, infer=4))]
+
+    async def stands_still() -> bool:
+        return await told() == paused and await lengths(redis, keys, "r1") == [4]
+
+    async def goes_on() -> bool:
+        return await told() == [*paused, ("configure", sizes), ("resume_training", None)]
+
+    async with dispatcher(redis, stop_s=60):
+        await eventually(stands_still)
+        assert await latency.load_sizes(redis, keys, "r1") == BatchSizes(train=0, infer=4)
+        async with replica(redis, keys, state=ReplicaState.COMBINED):
+            await latency.save_sizes(redis, keys, "r1", BatchSizes(train=0, infer=4), "test")
+            await eventually(goes_on)
+    assert await latency.load_sizes(redis, keys, "r1") == sizes
+
+
+async def test_overload_that_lasts_makes_a_combined_replica_serve(redis: Redis, keys: Keys) -> None:
+    """A replica that is paused for ever while requests wait and its round waits for it."""
+    await register(redis, keys, state=ReplicaState.COMBINED, infer_batch_max=1)
+    await offer(redis, keys, *(request(f"q{n}") for n in range(9)))
+    async with dispatcher(redis, stop_s=0.1):
+        await eventually(lambda: _events(redis, keys, StateChanged))
+    (event,) = await _events(redis, keys, StateChanged)
+    assert isinstance(event, StateChanged)
+    assert (event.before, event.after) == (ReplicaState.COMBINED, ReplicaState.SERVING)
+    assert event.reason.startswith("recall")
+
+
+async def test_a_release_says_what_is_expected_of_the_request(redis: Redis, keys: Keys) -> None:
+    """A prediction that is made and does not travel: it can never be compared with what came of it."""
+    await register(redis, keys)
+    await latency.save(redis, keys, "r1", LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.001)))
+    await offer(redis, keys, request())
+    async with dispatcher(redis):
+        await eventually(lambda: _moved(redis, keys))
+    (entry,) = streams.parse("", await redis.xrange(keys.subflow("r1")))
+    expected = msgspec.json.decode(entry.note, type=Expected)
+    assert [expected.first_s, expected.token_s] == pytest.approx([0.011, 0.011])
+
+
+async def test_lengths_are_learned_from_the_answers(redis: Redis, keys: Keys) -> None:
+    """A stream whose long answers nobody notices: its batch is made for the length that the fit was told."""
+    await latency.save(redis, keys, "r1", LatencyModel(infer=Line(base_s=0.001), output_tokens=2))
+    async with replica(redis, keys), dispatcher(redis) as running:
+        await offer(redis, keys, *_many(20, 8))
+
+        def learned() -> bool:
+            term = running.leaders["m"].term if "m" in running.leaders else None
+            stream = term.streams.of(ORIGINAL) if term is not None else None
+            return stream is not None and stream.shape(0.0, 2.0).output_tokens == pytest.approx(8, rel=0.05)
+
+        await eventually(learned)
+
+
+async def test_a_flood_of_one_tenant_does_not_hold_up_another(redis: Redis, keys: Keys) -> None:
+    """Fairness that is computed for tenants which are lost on the way."""
+    await register(redis, keys)
+    flood = [request(f"f{n}", tenant="flood", deadline_s=4e9) for n in range(60)]
+    await offer(redis, keys, *flood, *(request(f"s{n}", tenant="small", deadline_s=5e9) for n in range(4)))
+    async with replica(redis, keys), dispatcher(redis):
+
+        async def done() -> bool:
+            return len(await finished(redis, keys)) == 64
+
+        await eventually(done)
+    order = [reply.id for reply in await replies(redis, keys) if isinstance(reply, Done)]
+    assert max(order.index(f"s{n}") for n in range(4)) < 60

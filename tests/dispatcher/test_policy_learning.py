@@ -127,8 +127,10 @@ def test_the_fastest_replica_decides_what_can_be_in_time() -> None:
     slow, fast = (LatencyModel(infer=Line(base_s=s), prefill_s_per_token=s / 10, output_tokens=10) for s in (0.2, 0.1))
     pace = fastest([Fit(slow, 4), Fit(fast, 4)], 10)
     assert pace is not None
-    assert pace.latest_start_s(100.0, 102.0, 10, 99, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 1.0)
-    assert pace.latest_start_s(100.0, 102.0, 10, 1, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 0.1)
-    assert pace.latest_start_s(100.0, 100.5, 10, 99, Slo("s", e2e_s=0.5)) is None
+    assert pace.latest_start_s(100.0, 10, 99, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 1.0)
+    assert pace.latest_start_s(100.0, 10, 1, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 0.1)
+    assert pace.latest_start_s(100.0, 10, 99, Slo("s", e2e_s=0.5)) is None
+    assert pace.latest_start_s(100.0, 10, 99, Slo("s", tpot_s=0.5)) is None
+    assert pace.latest_start_s(100.0, 10, 99, Slo("s", ttft_s=0.5, tpot_s=0.5)) == pytest.approx(100.5 - 0.1 - 0.1)
     assert fastest([Fit(slow, 4), Fit(None, 4)], 10) is None
     assert fastest([], 10) is None

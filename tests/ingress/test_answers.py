@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
-from collm_common import messages, streams
+from collm_common import latency, messages, streams
 from collm_common.keys import Keys
+from collm_common.latency import LatencyModel, Line
 from collm_common.messages import Delta, Done, Request, TokenLogprob
 from tests.dispatcher.support import register
 from tests.ingress.support import Front, chat, front, text
@@ -120,6 +123,22 @@ async def test_liveness_readiness_and_metrics(redis: Redis, keys: Keys, tokenize
         'collm:time_to_first_token_seconds_count{model_name="m"} 1.0',
     ):
         assert line in page
+
+
+async def test_what_was_expected_of_a_request_is_beside_what_it_took(
+    redis: Redis, keys: Keys, tokenizer_folder: Path
+) -> None:
+    """A prediction that nobody compares with its outcome: the fits drift, and every batch is wrong."""
+    await latency.save(redis, keys, "r1", LatencyModel(infer=Line(base_s=0.002), prefill_s_per_token=1e-4))
+    async with front(redis, keys, tokenizer_folder, step_s=0.004) as site:
+        for _ in range(3):
+            await site.post(CHAT, chat())
+        async with site.http.get("/metrics") as response:
+            page = await response.text()
+    found = dict(re.findall(r'collm:(\w+?)_seconds_total\{model_name="m",stage="token"\} (\S+)', page))
+    assert float(found["predicted"]) == pytest.approx(3 * 0.002)
+    assert float(found["outcome"]) >= 3 * 0.004
+    assert 'collm:outcome_over_predicted_count{model_name="m",stage="first_token"} 3.0' in page
 
 
 async def _status(site: Front, path: str, wanted: int) -> bool:

@@ -237,6 +237,9 @@ KNOWN = objectives.classes({"chat": {"ttft_s": 0.5, "late": "reject"}})
         ({"x-slo-class": "chat"}, "default", "chat"),
         ({"x-slo-ttft-ms": "500", "x-slo-tpot-ms": "50", "x-slo-e2e-ms": "5000"}, None, "ttft500-tpot50-e2e5000"),
         ({"x-slo-e2e-ms": "99.6"}, "chat", "e2e100"),
+        ({"x-llm-d-slo-ttft-ms": "500", "x-llm-d-slo-tpot-ms": "50"}, None, "ttft500-tpot50"),
+        ({"x-llm-d-slo-e2e-ms": "700", "x-slo-ttft-ms": "90"}, None, "ttft90-e2e700"),
+        ({"x-llm-d-inference-objective": "chat"}, None, "chat"),
         ({}, SloLimits(tpot_ms=20), "tpot20"),
     ],
 )
@@ -258,6 +261,8 @@ def test_own_limits_are_in_seconds() -> None:
         ({"x-slo-ttft-ms": "soon"}, None, "x-slo-ttft-ms"),
         ({"x-slo-e2e-ms": "-1"}, None, "x-slo-e2e-ms"),
         ({"x-slo-e2e-ms": "nan"}, None, "x-slo-e2e-ms"),
+        ({"x-llm-d-slo-e2e-ms": "inf"}, None, "x-llm-d-slo-e2e-ms"),
+        ({"x-llm-d-inference-objective": "nope"}, None, "x-llm-d-inference-objective"),
         ({}, "nope", "slo"),
     ],
 )
@@ -272,3 +277,11 @@ def test_wrong_classes_stop_the_start() -> None:
     """A class without the limit that was meant."""
     with pytest.raises(SettingsError, match=r"SLO_CLASSES.*chat"):
         objectives.classes({"chat": {"ttft_s": -1}})
+
+
+def test_a_tenant_is_whoever_the_header_names() -> None:
+    """Everybody in one flow, or a name of a megabyte in every message."""
+    assert objectives.tenant({}) == ""
+    assert objectives.tenant({"x-llm-d-inference-fairness-id": "acme"}) == "acme"
+    with pytest.raises(InvalidRequest, match="129 characters"):
+        objectives.tenant({"x-llm-d-inference-fairness-id": "x" * 129})

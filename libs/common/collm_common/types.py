@@ -45,6 +45,10 @@ class Slo(Struct, frozen=True, forbid_unknown_fields=True):
             ends.append(arrival_s + self.ttft_s)
         return min(ends, default=float("inf"))
 
+    def first_due(self, arrival_s: float) -> float:
+        """When the first token is due; infinite if the objective does not bound it."""
+        return float("inf") if self.ttft_s is None else arrival_s + self.ttft_s
+
     def met(self, ttft_s: float, e2e_s: float, tokens: int) -> bool:
         """Whether one response kept every limit. TPOT is (e2e - ttft) / (tokens - 1), 0 for one token."""
         tpot_s = (e2e_s - ttft_s) / (tokens - 1) if tokens > 1 else 0.0

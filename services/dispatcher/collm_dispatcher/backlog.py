@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container
+from math import inf
 from typing import Protocol
 
 from redis.asyncio import Redis
@@ -156,6 +157,8 @@ def _place(entry: Entry) -> Place:
 
 
 def _waiting(entry: Entry, request: Request, prompt_tokens: int, latest_s: float | None) -> Waiting:
+    # Whose answer has begun waits for its last token alone.
+    first_s = inf if request.prefix else request.slo.first_due(request.arrival_s)
     return Waiting(
         key=entry.key,
         entry_id=entry.entry_id,
@@ -163,8 +166,9 @@ def _waiting(entry: Entry, request: Request, prompt_tokens: int, latest_s: float
         ingress=request.ingress,
         attempt=request.attempt,
         arrival_s=request.arrival_s,
-        deadline_s=request.deadline_s,
+        deadline_s=min(request.deadline_s, first_s),
         slo=request.slo,
         latest_s=latest_s,
+        tenant=request.tenant,
         prompt_tokens=prompt_tokens,
     )

@@ -81,7 +81,7 @@ class Term:
         if pace is None or request.prefix:
             return None
         prompt, most = len(request.prompt), request.sampling.max_tokens
-        return pace.latest_start_s(request.arrival_s, request.deadline_s, prompt, most, request.slo)
+        return pace.latest_start_s(request.arrival_s, prompt, most, request.slo)
 
     def arrived(self, news: bool) -> None:
         """Requests came in; `news`: of a stream that the plan may not know."""

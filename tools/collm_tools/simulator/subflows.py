@@ -65,10 +65,9 @@ class Subflows:
         latest_s = None
         if self.pace is not None:
             asked, prompt = request.max_tokens, request.prompt_tokens
-            latest_s = self.pace.latest_start_s(now, request.deadline_s, prompt, asked, request.slo)
-        self.queue.add(
-            Waiting(key, id_, id_, "", 0, now, request.deadline_s, request.slo, latest_s, "", request.prompt_tokens)
-        )
+            latest_s = self.pace.latest_start_s(now, prompt, asked, request.slo)
+        due_s = min(request.deadline_s, request.slo.first_due(now))
+        self.queue.add(Waiting(key, id_, id_, "", 0, now, due_s, request.slo, latest_s, "", request.prompt_tokens))
         return self.tick(now) if news or not self.micro.lanes else self._turn(now)
 
     def ended(self, now: float, requests: Sequence[SimRequest]) -> Moves:

@@ -9,12 +9,15 @@ from msgspec import Meta
 from collm_common.messages.base import Message, RequestId, Tokens
 from collm_common.types import AtLeastOne, Count, Name, SamplingParams, Slo
 
+Tenant = Annotated[str, Meta(max_length=128)]
+
 
 class Request(Message, frozen=True, kw_only=True, tag="request"):
     """One request on its way. `prefix` are tokens its client has already seen: the answer continues after them.
 
     `adapter` is "" for the base model; `version` pins it, None takes what is current at admission.
-    `reference` tokens are scored (never sampled) under the same adapter version once the answer is complete.
+    `tenant` is whose it is, for fairness. `reference` tokens are scored (never sampled) under the same
+    adapter version once the answer is complete.
     """
 
     id: RequestId
@@ -28,6 +31,7 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
     reference: Tokens = ()
     sampling: SamplingParams
     slo: Slo
+    tenant: Tenant = ""
     arrival_s: float
     deadline_s: float
 

@@ -63,7 +63,8 @@ class Answers:
         slo = objectives.choose(self._classes, headers, body.slo)
         text = self._tokenizers[target.model]
         prompts = await text.prompts(body)
-        opened = await self._open(await self._requests(body, target, slo, prompts, arrival_s))
+        tenant = objectives.tenant(headers)
+        opened = await self._open(await self._requests(body, target, slo, tenant, prompts, arrival_s))
         shape = Shape(
             chat=isinstance(body, ChatBody),
             id_=opened[0].request.id,
@@ -122,6 +123,7 @@ class Answers:
         body: ChatBody | CompletionBody,
         target: Target,
         slo: Slo,
+        tenant: str,
         prompts: Sequence[Prompt],
         arrival_s: float,
     ) -> list[Request]:
@@ -150,6 +152,7 @@ class Answers:
                     reference=reference,
                     sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + number) % SEEDS),
                     slo=slo,
+                    tenant=tenant,
                     arrival_s=arrival_s,
                     deadline_s=slo.deadline(arrival_s, limit),
                 )

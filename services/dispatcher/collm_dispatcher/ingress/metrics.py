@@ -8,11 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from collm_common.messages import Done
 from collm_common.trouble import TROUBLES
 from collm_common.types import Slo
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 OTHER = "other"
 
@@ -57,6 +59,14 @@ class Metrics:
         )
         self.attainment = Gauge("collm:slo_attainment", "Share of offered that met it", by_class, registry=registry)
         registry.register(_Faults())
+        stage = ["model_name", "stage"]
+        self.predicted = Counter(
+            "collm:predicted_seconds", "Expected at release: time to first token, per token", stage, registry=registry
+        )
+        self.outcome = Counter(
+            "collm:outcome_seconds", "Measured at the replica, of the same requests", stage, registry=registry
+        )
+        self.ratio = Histogram("collm:outcome_over_predicted", "1 is exact", stage, registry=registry, buckets=RATIOS)
         self._shares: dict[tuple[str, str], list[int]] = {}
 
     def accepted(self, model: str, slo: Slo, prompt_tokens: int) -> None:
@@ -77,6 +87,17 @@ class Metrics:
             self.met.labels(model, self._class(slo)).inc()
             self.goodput_tokens.labels(model, self._class(slo)).inc(tokens)
         self._share(model, slo, good)
+
+    def compared(self, model: str, done: Done) -> None:
+        """What the dispatch loop expected of a request beside what it took; nothing where it expected nothing."""
+        if (expected := done.expected) is None:
+            return
+        pairs = (("first_token", expected.first_s, done.first_s), ("token", expected.token_s, done.token_s))
+        for stage, predicted_s, outcome_s in pairs:
+            if outcome_s is not None and predicted_s > 0:
+                self.predicted.labels(model, stage).inc(predicted_s)
+                self.outcome.labels(model, stage).inc(outcome_s)
+                self.ratio.labels(model, stage).observe(outcome_s / predicted_s)
 
     def missed(self, model: str, slo: Slo) -> None:
         """An offered request without a whole answer."""

@@ -1,8 +1,11 @@
-"""Which objective a request gets: a class by name, limits of its own, or the default."""
+"""Which objective a request gets: a class by name, limits of its own, or the default; and whose it is.
+
+Each header has a second spelling, the one of llm-d's endpoint picker.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -11,8 +14,13 @@ from collm_common.types import Slo
 from collm_dispatcher.ingress.body import SloLimits
 from collm_dispatcher.settings import DEFAULT
 
-HEADERS = {"ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms", "e2e_ms": "x-slo-e2e-ms"}
-CLASS_HEADER = "x-slo-class"
+LIMITS = {
+    limit: (f"x-slo-{name}-ms", f"x-llm-d-slo-{name}-ms")
+    for limit, name in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("e2e_ms", "e2e"))
+}
+CLASS = ("x-slo-class", "x-llm-d-inference-objective")
+TENANT = "x-llm-d-inference-fairness-id"
+MAX_TENANT = 128
 
 
 def classes(configured: Mapping[str, Mapping[str, float | str]]) -> dict[str, Slo]:
@@ -28,14 +36,28 @@ def classes(configured: Mapping[str, Mapping[str, float | str]]) -> dict[str, Sl
 
 def choose(known: Mapping[str, Slo], headers: Mapping[str, str], field: str | SloLimits | None) -> Slo:
     """Headers go before the body's field. Raises InvalidRequest that names the header or field."""
-    if name := headers.get(CLASS_HEADER):
-        return _named(known, name, CLASS_HEADER)
-    if any(header in headers for header in HEADERS.values()):
-        return _own({limit: _number(headers[header], header) for limit, header in HEADERS.items() if header in headers})
+    for header in CLASS:
+        if name := headers.get(header):
+            return _named(known, name, header)
+    found = {limit: _first(headers, names) for limit, names in LIMITS.items()}
+    if any(header is not None for header in found.values()):
+        return _own({limit: _number(headers[header], header) for limit, header in found.items() if header is not None})
     if isinstance(field, str):
         return _named(known, field, "slo")
     limits = {} if field is None else {k: v for k, v in msgspec.structs.asdict(field).items() if v is not None}
     return _own(limits) if limits else known[DEFAULT]
+
+
+def tenant(headers: Mapping[str, str]) -> str:
+    """Whose request it is, "" for everybody who does not say. Raises InvalidRequest."""
+    name = headers.get(TENANT, "")
+    if len(name) > MAX_TENANT:
+        raise InvalidRequest(f"{TENANT}: {len(name)} characters, the limit is {MAX_TENANT}", param=TENANT)
+    return name
+
+
+def _first(headers: Mapping[str, str], names: Iterable[str]) -> str | None:
+    return next((name for name in names if name in headers), None)
 
 
 def _named(known: Mapping[str, Slo], name: str, param: str) -> Slo:

@@ -60,6 +60,8 @@ class Answer:
             self._metrics.missed(request.model, request.slo)
             return
         self._metrics.queue.labels(request.model).observe(self.queue_s)
+        if self.done is not None:
+            self._metrics.compared(request.model, self.done)
         tokens = len(self.open.tokens)
         self._metrics.finished(request.model, request.slo, self.ttft_s, self.e2e_s, tokens, self.open.finish)
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from collm_common.latency import LatencyModel
 from collm_common.messages import Expected
 from collm_common.types import Slo
-from collm_dispatcher.policy.pacing import Mode, Shape, StepTime, first_s, latest_s, least_s, serving_mode, token_s
+from collm_dispatcher.policy.pacing import Mode, Shape, StepTime, first_s, serving_mode, token_s
 from collm_dispatcher.policy.streams import Stream
 
 
@@ -57,13 +57,16 @@ class Pace(Struct, frozen=True):
     iteration_s: float
     output_tokens: float
 
-    def latest_start_s(
-        self, arrival_s: float, deadline_s: float, prompt_tokens: int, max_tokens: int, slo: Slo
-    ) -> float | None:
-        """When it must begin to be in time (Unix seconds); None if it never could be, which is no ground to refuse."""
+    def latest_start_s(self, arrival_s: float, prompt_tokens: int, max_tokens: int, slo: Slo) -> float | None:
+        """When it must begin to keep its first-token and its end-to-end limit (Unix seconds).
+
+        None if it has neither, or never could keep one of them: then the estimate is no ground to refuse it.
+        """
         prefill_s = self.prefill_s_per_token * prompt_tokens
-        least = least_s(lambda b: self.iteration_s, prefill_s, self.output_tokens, max_tokens, slo)
-        return latest_s(arrival_s, deadline_s, least)
+        whole_s = prefill_s + min(self.output_tokens, max_tokens) * self.iteration_s
+        limits = ((slo.ttft_s, prefill_s + self.iteration_s), (slo.e2e_s, whole_s))
+        slack_s = min((limit - least for limit, least in limits if limit is not None), default=-1.0)
+        return arrival_s + slack_s if slack_s > 0 else None
 
 
 def fastest(fits: Iterable[Fit], prompt_tokens: float) -> Pace | None:

@@ -131,20 +131,6 @@ def serving_mode(step: StepTime | None, shape: Shape, slos: Sequence[Slo], most:
     return Mode(b, service_s(step, shape, b))
 
 
-def least_s(step: StepTime, prefill_s: float, output_tokens: float, max_tokens: int, slo: Slo) -> float:
-    """Seconds that one request takes, alone in its batch, to what its deadline is about: its first token or its last.
-
-    `output_tokens` is the expected length of an answer.
-    """
-    first_only = slo.e2e_s is None and slo.tpot_s is None
-    return service_s(step, Shape(prefill_s, 1.0 if first_only else min(output_tokens, max_tokens)), 1)
-
-
-def latest_s(arrival_s: float, deadline_s: float, least: float) -> float | None:
-    """When a request must begin to be in time; None if it never could be: then the estimate has no say."""
-    return deadline_s - least if least < deadline_s - arrival_s else None
-
-
 def due_s(now: float, queued: int, room: int, deadline_s: float, mode: Mode, hold_s: float) -> float:
     """When to release: now if the queue fills the room, else after `hold_s` but never past the slack of the deadline.
 

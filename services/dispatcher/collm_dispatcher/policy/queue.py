@@ -55,14 +55,15 @@ class Waiting(Struct, frozen=True):
 class Flow:
     """The requests of one tenant on one stream; `served` grows with each one that is picked.
 
-    `held` counts those that are here, `waiting` those of them that are not picked.
+    `held` counts those that are here, `waiting` those of them that are not picked, `stale` the rows of `heap` and
+    `late` whose request does not wait there any more.
     """
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
         self.heap: list[Turn] = []
         self.late: deque[Place] = deque()
-        self.held = self.waiting = self.served = 0
+        self.held = self.waiting = self.served = self.stale = 0
 
 
 class DeadlineQueue:
@@ -126,6 +127,7 @@ class DeadlineQueue:
             self._picked.remove(place)
         else:
             flow.waiting -= 1
+            flow.stale += 1
 
     def shed(self, now: float) -> list[Waiting]:
         """Take out what can only be late and wants no late answer; the other late ones lose their turn."""
@@ -142,7 +144,9 @@ class DeadlineQueue:
             if item is not None and item.place not in self._late:
                 self._late.add(item.place)
                 if item.place not in self._picked:
-                    self._flow_of[item.place].late.append(item.place)
+                    flow = self._flow_of[item.place]
+                    flow.stale += 1
+                    flow.late.append(item.place)
         return out
 
     def pick(self, streams: Container[str] | None = None) -> Waiting | None:
@@ -150,22 +154,29 @@ class DeadlineQueue:
 
         It stays until it is removed, and can be put back with `restore`.
         """
-        flows = [flow for flow in self._flows.values() if flow.waiting and (streams is None or flow.stream in streams)]
-        heads = [(flow.heap[0], flow) for flow in flows if self._trim(flow)]
-        late = [] if heads else [flow for flow in flows if flow.late]
-        if not heads and not late:
-            return None
-        if heads:
-            most = min(flow.served for _, flow in heads) + self._lead
-            (*_, key, entry_id), flow = min((pair for pair in heads if pair[1].served <= most), key=_deadline)
-            heapq.heappop(flow.heap)
-        else:
-            flow = min(late, key=lambda flow: flow.served)
-            key, entry_id = flow.late.popleft()
+        heads: list[Flow] = []
+        late: Flow | None = None
+        for flow in self._flows.values():
+            if not flow.waiting or (streams is not None and flow.stream not in streams):
+                continue
+            if flow.stale:
+                self._trim(flow)
+            if flow.heap:
+                heads.append(flow)
+            elif late is None or flow.served < late.served:
+                late = flow
+        if not heads:
+            return None if late is None else self._take(late, late.late.popleft())
+        most = min([flow.served for flow in heads]) + self._lead
+        chosen = min([flow for flow in heads if flow.served <= most], key=_head)
+        _, _, key, entry_id = heapq.heappop(chosen.heap)
+        return self._take(chosen, (key, entry_id))
+
+    def _take(self, flow: Flow, place: Place) -> Waiting:
         flow.waiting -= 1
         flow.served += 1
-        self._picked.add((key, entry_id))
-        return self._items[(key, entry_id)]
+        self._picked.add(place)
+        return self._items[place]
 
     def restore(self, item: Waiting) -> None:
         """What was picked could not be released: it waits again, in its old place."""
@@ -210,20 +221,21 @@ class DeadlineQueue:
             return self._flows.setdefault((stream, REST), Flow(stream))
         return self._flows.setdefault((stream, tenant), Flow(stream))
 
-    def _trim(self, flow: Flow) -> bool:
-        """Drop from the fronts what is gone or has become late; whether somebody in time is left."""
+    def _trim(self, flow: Flow) -> None:
+        """Drop from both fronts what is gone, is picked, or has become late."""
         while flow.late and not self._waits(flow.late[0]):
             flow.late.popleft()
+            flow.stale -= 1
         while flow.heap:
             place = (flow.heap[0][2], flow.heap[0][3])
             if self._waits(place) and place not in self._late:
-                return True
+                return
             heapq.heappop(flow.heap)
-        return False
+            flow.stale -= 1
 
     def _waits(self, place: Place) -> bool:
         return place in self._items and place not in self._picked
 
 
-def _deadline(pair: tuple[Turn, Flow]) -> Turn:
-    return pair[0]
+def _head(flow: Flow) -> Turn:
+    return flow.heap[0]
