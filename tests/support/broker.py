@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -48,7 +49,8 @@ class Broker:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
         options += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
         log = (self.folder / "log").open("ab")
-        self.process = subprocess.Popen([server_binary(), *options], stdout=log, stderr=log)
+        # A write past a limit on file sizes fails, as on a full disk: signals as Python has them, or it would kill.
+        self.process = subprocess.Popen([server_binary(), *options], stdout=log, stderr=log, restore_signals=False)
         log.close()
         deadline = time.monotonic() + 20
         with blocking_redis.Redis(port=self.port) as client:
@@ -60,6 +62,18 @@ class Broker:
                     assert self.process.poll() is None, (self.folder / "log").read_text()
                 else:
                     return
+
+    def fill_disk(self) -> None:
+        """From now on nothing more fits into the append-only file."""
+        assert self.process is not None
+        written = max(path.stat().st_size for path in (self.folder / "appendonlydir").iterdir())
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (written, resource.RLIM_INFINITY))
+
+    def empty_disk(self) -> None:
+        """There is room again."""
+        assert self.process is not None
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, unlimited)
 
     def stop(self, how: int = signal.SIGTERM) -> None:
         """Send a signal and wait for the end."""

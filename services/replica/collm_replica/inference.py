@@ -15,9 +15,9 @@ import uvloop
 from msgspec import Struct
 
 from collm_common import logs
-from collm_common.broker import connection, stop_all
+from collm_common.broker import connection, patiently, stop_all
 from collm_common.clock import SystemClock
-from collm_common.errors import AdapterError
+from collm_common.errors import AdapterError, BrokerError, BrokerFault
 from collm_common.messages import Cancel, Configure, LoadAdapter, Request, UnloadAdapter
 from collm_common.settings import load
 from collm_common.types import SamplingParams, Slo
@@ -96,6 +96,25 @@ def warm_up(engine: InferenceEngine) -> None:
         engine.step()
 
 
+async def restore(serving: Serving, feed: AdapterFeed, settings: ReplicaSettings) -> None:
+    """Make current what is current in the cell. Waits for a broker that is away: to end would load the model again.
+
+    Raises BrokerError if it stays away for half of `start_timeout_s`.
+    """
+
+    async def current() -> dict[str, int | None]:
+        return {name: await feed.current(name) for name in await feed.names(settings.served_name)}
+
+    try:
+        found = await patiently(current, settings.start_timeout_s / 2)
+    except BrokerFault as error:
+        log.error("each adapter is loaded when a request asks for it: %s", error)
+        return
+    for name, version in found.items():
+        if version is not None:
+            await serving.versions.load(name, version)
+
+
 async def listen(channel: Channel, serving: Serving, loadout: Loadout) -> None:
     """Carry out what the supervisor says until it is gone."""
     while (message := await channel.receive()) is not None:
@@ -138,7 +157,7 @@ async def take_snapshot(message: Snapshot, serving: Serving, loadout: Loadout) -
 async def say_alive(channel: Channel, serving: Serving) -> None:
     """Tell the supervisor that steps are made, or that there is nothing to do."""
     while True:
-        await channel.send(Alive(progress=serving.steps, busy=serving.engine.has_work))
+        await channel.send(Alive(progress=serving.steps, busy=serving.busy))
         await asyncio.sleep(ALIVE_S)
 
 
@@ -158,9 +177,7 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
     async with connection(settings.redis_url) as redis:
         feed = AdapterFeed(redis, settings.keys, digest, loadout.decode)
         serving = Serving(settings, redis, loadout.engine, feed, loadout.utilisation, SystemClock())
-        for name in await feed.names(settings.served_name):
-            if (version := await feed.current(name)) is not None:
-                await serving.versions.load(name, version)
+        await restore(serving, feed, settings)
         ready = Ready(
             base_digest=digest,
             context_tokens=settings.context_tokens,
@@ -181,7 +198,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = load(ReplicaSettings, "replica")
     logs.setup(f"replica {settings.id} inference", settings.log_level)
-    uvloop.run(run(settings, int(sys.argv[1]), int(sys.argv[2])))
+    try:
+        uvloop.run(run(settings, int(sys.argv[1]), int(sys.argv[2])))
+    except BrokerError as error:
+        log.error("%s", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

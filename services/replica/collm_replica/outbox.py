@@ -20,7 +20,7 @@ from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
 
 log = logging.getLogger(__name__)
 MAX_BACKLOG = 256
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 class Open(Struct, frozen=True):
@@ -50,6 +50,11 @@ class Outbox:
             return
         done = [open_.entry_id for open_, reply in replies if isinstance(reply, Done | Failed)]
         await self._queue.put(([(open_.ingress, reply) for open_, reply in replies], [*done, *forget]))
+
+    @property
+    def full(self) -> bool:
+        """Whether the engine waits for the broker."""
+        return self._queue.full()
 
     async def flushed(self) -> None:
         """Wait until everything put so far is in Redis."""

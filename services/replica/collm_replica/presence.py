@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,7 @@ from redis.asyncio import Redis
 
 from collm_common.broker import AWAY, patiently
 from collm_common.clock import Clock, ticks
+from collm_common.errors import BrokerError
 from collm_common.messages import ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.requeue import give_up_subflow
@@ -21,6 +24,7 @@ from collm_replica.settings import ReplicaSettings
 
 log = logging.getLogger(__name__)
 
+LEAVE_S = 5.0
 OWN = (
     "incarnation",
     "ready",
@@ -82,14 +86,21 @@ class Presence:
         """Nothing new, please."""
         if self.info is not None:
             self.info = msgspec.structs.replace(self.info, ready=False)
-            await self.registry.update(self.info.id, ready=False)
+            await self._while_leaving(partial(self.registry.update, self.info.id, ready=False))
 
     async def leave(self) -> None:
         """Give back what is left and remove the entry."""
         if self.info is not None:
-            await give_up_subflow(self._redis, self._keys, self.info.id)
-            await self.registry.remove(self.info.id, "shut down", self._clock.now())
-            self.info = None
+            id_, self.info = self.info.id, None
+            await self._while_leaving(partial(give_up_subflow, self._redis, self._keys, id_))
+            await self._while_leaving(partial(self.registry.remove, id_, "shut down", self._clock.now()))
+
+    async def _while_leaving(self, call: Callable[[], Awaitable[object]]) -> None:
+        """Without a broker it leaves all the same: others find out by its lease."""
+        try:
+            await patiently(call, LEAVE_S)
+        except BrokerError as error:
+            log.error("leaving unannounced: %s", error)
 
     async def beat(self) -> None:
         """Renew the lease for ever; rewrite an entry that the broker lost; keep an unready replica's subflow empty."""

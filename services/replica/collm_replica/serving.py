@@ -71,6 +71,11 @@ class Serving:
         self._wake = asyncio.Event()
         self._strays_s = 0.0
 
+    @property
+    def busy(self) -> bool:
+        """Whether steps must be made: there is work, and room for what they say."""
+        return self.engine.has_work and not self._outbox.full
+
     async def run(self) -> None:
         """Until drained, or until one of its loops fails."""
         engine = asyncio.create_task(self._run_engine())

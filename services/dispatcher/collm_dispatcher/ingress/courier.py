@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from functools import partial
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common import messages, post, streams
 from collm_common.broker import patiently
 from collm_common.clock import Clock, ticks
-from collm_common.errors import MessageError
+from collm_common.errors import MessageError, Unavailable
 from collm_common.keys import Keys
 from collm_common.messages import Cancel, Replies
 from collm_common.requeue import GROUP
 from collm_common.retry import forever
 from collm_common.streams import Tail
+from collm_common.trouble import fault
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.open_requests import Open, OpenRequests
 from collm_dispatcher.originals import Bounds, Originals
@@ -26,6 +28,7 @@ READ_COUNT = 512
 APPEND_S = 10.0
 WATCH_S = 0.5
 LEASE_S = 60.0
+REFUSES = "the broker takes nothing now"
 
 
 class Courier:
@@ -43,9 +46,21 @@ class Courier:
         await self._originals.announce(model, slo)
 
     async def send(self, opened: Sequence[Open], *, configured: bool) -> None:
-        """Append new requests of one stream within the bounds. Raises Overloaded, InvalidRequest, BrokerError."""
+        """Append new requests of one stream within the bounds. Raises Overloaded, InvalidRequest, BrokerError.
+
+        A broker that is away is waited for; one that says it has no room is not: Unavailable.
+        """
         requests = [open_.request for open_ in opened]
-        append = partial(self._originals.append, requests, self._bounds, configured=configured)
+
+        async def append() -> list[str]:
+            try:
+                return await self._originals.append(requests, self._bounds, configured=configured)
+            except ResponseError as error:
+                if fault(error):
+                    raise
+                retry_after_s = self._bounds.retry_after_s
+                raise Unavailable(REFUSES, code="broker_refuses", retry_after_s=retry_after_s) from error
+
         entry_ids = await patiently(append, APPEND_S, self._clock)
         for open_, entry_id in zip(opened, entry_ids, strict=True):
             open_.entry_id = entry_id

@@ -1,0 +1,47 @@
+"""A broker whose disk is full: it refuses every write until there is room again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from collm_common.broker import connection
+from collm_common.keys import Keys
+from tests.ingress.support import SLOW_S, front, text
+from tests.support.broker import Broker
+from tests.support.waiting import eventually
+
+TEXT = "/v1/completions"
+
+
+async def test_clients_are_told_to_come_again_and_open_answers_go_on_once_there_is_room(
+    keys: Keys, tokenizer_folder: Path
+) -> None:
+    """Requests that hang or fail for good, or services that must be restarted, because a disk was full for a while."""
+    server = Broker()
+    server.start()
+    try:
+        async with connection(server.url) as redis, front(redis, keys, tokenizer_folder, step_s=SLOW_S) as site:
+            _, whole = await site.post(TEXT, text("abcd", max_tokens=60))
+            open_ = asyncio.create_task(site.post(TEXT, text("abcd", max_tokens=60)))
+            await eventually(lambda: any(len(one.tokens) > 5 for one in site.ingress.opened))
+            server.fill_disk()
+
+            async def refused() -> bool:
+                async with site.http.post(TEXT, json=text()) as response:
+                    return response.status == 503 and int(response.headers["Retry-After"]) >= 1
+
+            await eventually(refused)
+            assert not open_.done()
+            server.empty_disk()
+
+            async def accepted() -> bool:
+                return (await site.post(TEXT, text()))[0] == 200
+
+            await eventually(accepted)
+            status, body = await open_
+            assert (status, body["choices"][0]["text"]) == (200, whole["choices"][0]["text"])
+            loops = [*site.ingress.tasks, *site.dispatch.tasks]
+            assert not any(task.done() for task in loops)
+    finally:
+        server.close()
