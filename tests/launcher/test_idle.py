@@ -135,7 +135,7 @@ def test_an_unchosen_replica_returns_and_is_judged_anew() -> None:
     assert decide(loads, RULES, POISSON, None) == []
     (move,) = decide(loads, RULES, POISSON, None)
     assert (move.replica, move.before, move.after) == ("r1", IDLE, SERVING)
-    loads["r1"].become(SERVING)
+    loads["r1"].become(SERVING, 2)
     assert loads["r1"].samples == []
     assert loads["r1"].idle_ticks == 0
     assert falls(loads) == []

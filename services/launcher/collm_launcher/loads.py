@@ -35,7 +35,7 @@ class Loads:
         finished: dict[str, float] = {}
         for id_, info in replicas.items():
             load = self._loads.setdefault(id_, Load(info.state, 0.0, 0.0))
-            load.become(info.state)
+            load.become(info.state, self._rules.return_ticks)
             load.base, load.chosen = info.base_digest, bool(info.job)
             load.capacity = info.infer_batch_max
             load.combined_capacity = self._combined(info, sizes.get(id_))
@@ -54,7 +54,7 @@ class Loads:
     def moved(self, move: Move) -> None:
         """A move was made: samples of the state before it do not count in the one after it."""
         if (load := self._loads.get(move.replica)) is not None:
-            load.become(move.after)
+            load.become(move.after, self._rules.return_ticks)
 
     def _combined(self, info: ReplicaInfo, sizes: BatchSizes | None) -> float:
         if info.state is ReplicaState.COMBINED and sizes is not None:

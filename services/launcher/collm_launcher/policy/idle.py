@@ -13,6 +13,7 @@ from collm_common.types import AtLeastOne, Fraction, ReplicaState
 
 Share = Annotated[float, Meta(ge=0)]
 MAX_STRETCH = 4
+MAX_DOUBLINGS = 5
 
 
 class IdleRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +44,8 @@ class Load:
     """One replica as the launcher sees it: samples of (utilisation, mean batch), newest last, one a tick.
 
     `capacity` is b, the sequences it can run at once; `combined_capacity` what is left of them while it trains.
-    Replicas train together if they have the same `base`; `chosen` says that a job has this one already.
+    Replicas train together if they have the same `base`; `chosen` says that a job has this one already. After its
+    n-th return in a row without a job, it falls Idle no more for `rest` ticks, twice as long each time.
     """
 
     state: ReplicaState
@@ -51,13 +53,23 @@ class Load:
     combined_capacity: float
     samples: list[tuple[float, float]] = field(default_factory=list)
     idle_ticks: int = 0
+    futile: int = 0
+    rest: int = 0
     base: str = ""
     chosen: bool = False
 
-    def become(self, state: ReplicaState) -> None:
-        """Take over the state; a replica that is Serving again is judged by what it does from now on."""
+    def become(self, state: ReplicaState, rest: int) -> None:
+        """Take over the state; a replica that is Serving again is judged by what it does from now on.
+
+        `rest` ticks are the least between two falls that came to nothing.
+        """
         if state is ReplicaState.SERVING and self.state is not ReplicaState.SERVING:
             self.samples = []
+        if state is ReplicaState.SERVING and self.state is ReplicaState.IDLE:
+            self.rest = rest * 2 ** min(self.futile, MAX_DOUBLINGS)
+            self.futile += 1
+        if state is ReplicaState.COMBINED:
+            self.futile = self.rest = 0
         if state is not ReplicaState.IDLE:
             self.idle_ticks = 0
         self.state = state
@@ -65,6 +77,7 @@ class Load:
     def observe(self, utilisation: float, batch: float, keep: int) -> None:
         """Add one tick's sample and forget what is older than `keep` ticks."""
         self.samples = [*self.samples, (utilisation, batch)][-keep:]
+        self.rest = max(0, self.rest - 1)
 
 
 def ewma(values: Sequence[float], decay: float) -> float:
@@ -141,7 +154,7 @@ def _falls(
     low: list[tuple[float, str, str]] = []
     for id_, (u, b) in ripe.items():
         b_switch = max(rules.floor * loads[id_].capacity, b_quantile)
-        if u <= u_switch and b <= b_switch:
+        if u <= u_switch and b <= b_switch and not loads[id_].rest:
             low.append((u, id_, f"utilisation {u:.2f} <= {u_switch:.2f} and batch {b:.2f} <= {b_switch:.2f}"))
     chosen = _guard(loads, [id_ for _, id_, _ in sorted(low)], rules, start_from)
     reasons = {id_: reason for _, id_, reason in low}
