@@ -117,7 +117,7 @@ def trace(request: pytest.FixtureRequest) -> Requests:
     (path,) = TRACES.glob(f"*{request.param}*.csv") if TRACES.is_dir() else [None]
     if path is None:
         pytest.skip(f"no recorded traces at {TRACES}: COLLM_TEST_TRACES names their folder")
-    return [(arrival.at_s, arrival.output_tokens * TOKEN_S) for arrival in read_trace(path)]
+    return [(arrival.at_s, (arrival.output_tokens or 1) * TOKEN_S) for arrival in read_trace(path)]
 
 
 @settings(max_examples=12, deadline=None)

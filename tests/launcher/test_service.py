@@ -264,6 +264,36 @@ async def test_no_replica_falls_idle_while_no_job_can_come(redis: Redis, keys: K
     assert moves == []
 
 
+async def test_two_adapters_of_one_model_are_trained_at_once_by_replicas_of_their_own(redis: Redis, keys: Keys) -> None:
+    """A second adapter that waits for ever behind the first, or a replica that two jobs hold."""
+    several = launcher(redis, adapters={MODEL: (ADAPTER, "phone")})
+    async with replicas(redis, keys, [f"r{n}" for n in range(6)]) as members, running(coordinator(redis)):
+        for member in members[3:]:
+            await member.registry.update(member.id, trainable=False)
+        for member in members:
+            member.going.clear()
+        async with running(several):
+            await eventually(lambda: rounds_heard(members[:3], 1))
+            for member in members[3:]:
+                await member.registry.update(member.id, trainable=True)
+            await eventually(lambda: rounds_heard(members[3:], 1))
+            trained = [[_adapter_of(member) for member in team] for team in (members[:3], members[3:])]
+            assert trained == [[ADAPTER] * 3, ["phone"] * 3]
+            for member in members:
+                member.going.set()
+            await eventually(lambda: _versions(redis, keys, (ADAPTER, "phone"), b"2"))
+
+
+def _adapter_of(member: SimReplica) -> str:
+    (task,) = member.told(TrainRound)
+    assert isinstance(task, TrainRound)
+    return task.adapter
+
+
+async def _versions(redis: Redis, keys: Keys, names: tuple[str, ...], version: bytes) -> bool:
+    return all([await redis.hget(keys.adapter(name), "version") == version for name in names])
+
+
 def job(**changes: object) -> Job:
     members = [
         ReplicaInfo(f"r{n}", MODEL, "i", IDLE, ready=True, infer_batch_max=8, context_tokens=64) for n in range(3)

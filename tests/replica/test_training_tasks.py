@@ -32,6 +32,7 @@ from collm_common.types import BatchSizes
 from collm_replica import adapters
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import ToSupervisor
+from collm_replica.finetune.privacy import epsilon
 from collm_replica.finetune.trainer import Trainer
 from collm_replica.training_tasks import TrainingTasks
 from tests.replica.support import settings
@@ -137,6 +138,25 @@ async def test_a_slow_client_uploads_what_it_has(redis: Redis, keys: Keys, tasks
     assert done.samples == 1
     updates, refused = await tasks._exchange.take(aggregation(("r1",)))
     assert (refused, [update.steps for update in updates]) == ({}, [1])
+
+
+async def test_noised_uploads_are_counted_over_jobs(
+    redis: Redis, keys: Keys, tasks: TrainingTasks, tmp_path: Path
+) -> None:
+    """An epsilon that begins anew with every job or restart, or an upload without the noise that it tells of."""
+    noisy = msgspec.structs.replace(HYPER, clip_norm=1e-6, noise_multiplier=2.0)
+    running = asyncio.create_task(tasks.run())
+    for number, job in enumerate(("j", "k"), 1):
+        tasks.add(msgspec.structs.replace(training(job), hyper=noisy))
+        await eventually(lambda number=number: _count(redis, keys, number))  # type: ignore[misc]
+    await stop_all(running)
+    told = [event.epsilon for event in await events(redis, keys) if isinstance(event, UpdateUploaded)]
+    assert told == [pytest.approx(epsilon(0.5, 1e-5)), pytest.approx(epsilon(0.5 * 2**0.5, 1e-5))]
+    (update,), _ = await tasks._exchange.take(aggregation(("r1",)))
+    start = tasks.trainer.fresh(HYPER, 0)
+    learnt = {name: tensor for name, tensor in update.tensors.items() if ".lora_B." in name}
+    changes = torch.cat([(tensor - start[name]).flatten() for name, tensor in learnt.items()])
+    assert float(changes.std()) == pytest.approx(2e-6, rel=0.1)
 
 
 async def upload(

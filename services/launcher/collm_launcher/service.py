@@ -64,9 +64,10 @@ class Launcher:
         tail.positions[self.keys.events] = min(self._positions.values(), key=order, default="")
         await tail.start()
         self._heard = tail.positions[self.keys.events]
-        for model, name in self.settings.adapters.items():
-            await self._store.adapter(name, model)
-            self._next_job_s[model] = await self._store.trained_s(name) + self.settings.cooldown_s
+        for model in self.settings.adapters:
+            for name in self.settings.adapters_of(model):
+                await self._store.adapter(name, model)
+                self._next_job_s[name] = await self._store.trained_s(name) + self.settings.cooldown_s
         self._replicas = await self._registry.replicas()
         log.info("leading, with %d jobs to go on with", len(self.jobs))
         return tail
@@ -104,8 +105,8 @@ class Launcher:
         """A version may have been published after this one read which is current, and before it was known here."""
         self._replicas = await self._registry.replicas()
         info = self._replicas.get(replica)
-        if info is not None and info.model in self.settings.adapters:
-            await self._store.remind(replica, self.settings.adapters[info.model])
+        for name in self.settings.adapters_of(info.model) if info is not None else ():
+            await self._store.remind(replica, name)
 
     async def _apply(self, job: Job, actions: list[Action]) -> None:
         now = self.clock.now()
@@ -117,7 +118,7 @@ class Launcher:
         if job.ended:
             log.info("job %s ended: %s after round %d", job.id, job.phase, job.round)
             del self.jobs[job.id], self._positions[job.id]
-            self._next_job_s[job.model] = now + self.settings.cooldown_s
+            self._next_job_s[job.adapter] = now + self.settings.cooldown_s
 
     # --- ticks
 
@@ -129,14 +130,15 @@ class Launcher:
         await self._free_strays(now)
         self._loads.tick(self._replicas, await self._sizes(self._replicas))
         for model in sorted({info.model for info in self._replicas.values()}):
-            start_from = self.settings.rules.min_clients if self._may_train(model, now) else None
+            adapter = self._due(model, now)
+            start_from = None if adapter is None else self.settings.rules.min_clients
             for move in self._loads.moves(model, self._replicas, start_from):
                 # Idle offers a replica to a job: where none can come, it would only be kept from its requests.
-                useful = start_from is not None and rounds.able(self._replicas[move.replica], self.settings.rules)
+                useful = adapter is not None and rounds.able(self._replicas[move.replica], self.settings.rules)
                 if useful or move.after is not ReplicaState.IDLE:
                     await self._move(move, now)
-            if start_from is not None:
-                await self._start_job(model, now)
+            if adapter is not None:
+                await self._start_job(model, adapter, now)
 
     def _usable(self, job: Job) -> set[str]:
         """Clients that live and are still this job's: Combined once they joined."""
@@ -160,20 +162,23 @@ class Launcher:
             if info.state is ReplicaState.COMBINED:
                 await self._move(Move(id_, info.state, ReplicaState.SERVING, "it has no job"), now)
 
-    def _may_train(self, model: str, now: float) -> bool:
-        busy = any(job.model == model for job in self.jobs.values())
+    def _due(self, model: str, now: float) -> str | None:
+        """The adapter of a model that a job may train now: of those that rest and are in no job, the one first free."""
         able = sum(info.model == model and rounds.able(info, self.settings.rules) for info in self._replicas.values())
-        free = not busy and now >= self._next_job_s.get(model, 0.0)
-        return model in self.settings.adapters and able >= self.settings.rules.min_clients and free
+        if able < self.settings.rules.min_clients:
+            return None
+        busy = {job.adapter for job in self.jobs.values()}
+        waited = {name: self._next_job_s.get(name, 0.0) for name in self.settings.adapters_of(model)}
+        ready = [name for name, free_s in waited.items() if free_s <= now and name not in busy]
+        return min(ready, key=lambda name: waited[name], default=None)
 
-    async def _start_job(self, model: str, now: float) -> None:
+    async def _start_job(self, model: str, adapter: str, now: float) -> None:
         since = await self._store.last_event()
         self._replicas = await self._registry.replicas()
         here = [info for info in self._replicas.values() if info.model == model]
         members = rounds.choose(here, self.settings.rules)
         if not members:
             return
-        adapter = self.settings.adapters[model]
         version, following = await self._store.adapter(adapter, model)
         id_ = uuid.uuid4().hex[:8]
         job, actions = rounds.start(

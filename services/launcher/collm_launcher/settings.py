@@ -13,13 +13,14 @@ from collm_launcher.policy.job import Rules
 
 
 class LauncherSettings(Common, frozen=True, kw_only=True):
-    """`adapters` maps a served model to the adapter that its jobs train; a model that is not there is never trained.
+    """`adapters` maps a served model to the adapter, or adapters, that its jobs train; another is never trained.
 
-    `idle` and `rules` are JSON objects. A new job waits `cooldown_s` after the last one of its model.
+    `idle` and `rules` are JSON objects. A new job waits `cooldown_s` after the last one of its adapter; of several
+    adapters the one that waited longest is next, and each may have a job of its own at the same time.
     `combined_share` is the share of its b that a replica is expected to keep while it trains.
     """
 
-    adapters: dict[Name, Name] = {}
+    adapters: dict[Name, Name | tuple[Name, ...]] = {}
     idle: IdleRules = IdleRules()
     rules: Rules = Rules()
     tick_s: Positive = 1.0
@@ -28,3 +29,8 @@ class LauncherSettings(Common, frozen=True, kw_only=True):
     lease_ttl_s: Positive = 5.0
     keep_versions: Annotated[int, Meta(ge=1)] = 4
     seed: Annotated[int, Meta(ge=0)] = 0
+
+    def adapters_of(self, model: str) -> tuple[str, ...]:
+        """None for a model that is not trained."""
+        named = self.adapters.get(model, ())
+        return (named,) if isinstance(named, str) else named

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import torch
 from redis.asyncio import Redis
 
 from collm_common import messages, post
@@ -31,7 +33,9 @@ from collm_replica import adapters
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import Finished, Snapshot, ToSupervisor, Training
 from collm_replica.exchange import PATIENCE_S, Exchange
+from collm_replica.finetune import privacy
 from collm_replica.finetune.aggregation import Plan, aggregate
+from collm_replica.finetune.privacy import Ledger, privatise
 from collm_replica.finetune.trainer import StepReport, Trainer
 from collm_replica.settings import ReplicaSettings
 from collm_replica.sm_share import sm_share
@@ -145,6 +149,7 @@ class TrainingTasks:
         start = await self._stored(task.adapter, task.start)
         best = await self._measure(task.adapter, task.start, task.hyper) if task.hyper.snapshot_steps else None
         await asyncio.to_thread(self.trainer.start_round, task, start)
+        begun = self.trainer.tensors() if task.hyper.clip_norm else {}
         losses: list[float] = []
         report: StepReport | None = None
         while not self.trainer.done and not self._late(task):
@@ -160,7 +165,7 @@ class TrainingTasks:
             if best is not None and step.step % task.hyper.snapshot_steps == 0:
                 best = await self._snapshot(task, task.first_step + step.step, best)
         assert report is not None
-        await self._upload(task, losses, report.noise_scale)
+        await self._upload(task, begun, losses, report.noise_scale)
 
     def _late(self, task: TrainRound) -> bool:
         """Whether what is done must do; a client that is merely slow still counts."""
@@ -198,8 +203,17 @@ class TrainingTasks:
         await self._say(Snapshot(ref=ref, path=str(path), rank=task.hyper.rank, alpha=task.hyper.alpha))
         return quality
 
-    async def _upload(self, task: TrainRound, losses: list[float], noise_scale: float | None) -> None:
-        await self._exchange.give(task, self.trainer.tensors(), self.trainer.samples_seen, self.trainer.steps_done)
+    async def _upload(
+        self, task: TrainRound, begun: adapters.Tensors, losses: list[float], noise_scale: float | None
+    ) -> None:
+        hyper, tensors, epsilon = task.hyper, self.trainer.tensors(), None
+        if hyper.noise_multiplier:
+            mu = await asyncio.to_thread(Ledger(Path(self.settings.data_dir)).spend, hyper.noise_multiplier)
+            epsilon = privacy.epsilon(mu, hyper.delta)
+        if hyper.clip_norm:
+            secret = torch.Generator().manual_seed(secrets.randbits(63))
+            tensors = privatise(tensors, begun, hyper.clip_norm, hyper.noise_multiplier, secret)
+        await self._exchange.give(task, tensors, self.trainer.samples_seen, self.trainer.steps_done)
         event = UpdateUploaded(
             job=task.job,
             round=task.round,
@@ -208,6 +222,7 @@ class TrainingTasks:
             loss=sum(losses) / len(losses),
             loss_last=losses[-1],
             noise_scale=noise_scale,
+            epsilon=epsilon,
             time_s=self.clock.now(),
         )
         await self._announce(event, task.job)

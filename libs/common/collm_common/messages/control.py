@@ -43,7 +43,8 @@ class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
     """What every client of a job shares. The LoRA scale is alpha / rank; a step has `accumulation` micro-steps.
 
     `learning_rate` is for optimiser steps of `base_samples` (M0); it follows the root of what a step really has.
-    `proximal` is mu of FedProx: the loss gains mu / 2 |x - start|^2.
+    `proximal` is mu of FedProx: the loss gains mu / 2 |x - start|^2. Above 0, `clip_norm` bounds the change that a
+    client uploads, and `noise_multiplier` times it is the deviation of noise on it; epsilon is told at `delta`.
     """
 
     rank: Rank = 8
@@ -56,6 +57,14 @@ class Hyperparams(Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_steps: Count = 0
     heldout_samples: Annotated[int, Meta(ge=1)] = 8
     proximal: Annotated[float, Meta(ge=0)] = 0.0
+    clip_norm: Annotated[float, Meta(ge=0)] = 0.0
+    noise_multiplier: Annotated[float, Meta(ge=0)] = 0.0
+    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.noise_multiplier > 0 and self.clip_norm == 0:
+            raise ValueError("noise_multiplier needs clip_norm above 0")
 
     def at_rank(self, rank: int) -> Hyperparams:
         """The same at another rank: alpha follows, so that the scale stays."""

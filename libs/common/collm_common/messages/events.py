@@ -60,7 +60,10 @@ class AdapterRolledBack(Message, frozen=True, kw_only=True, tag="adapter_rolled_
 
 
 class UpdateUploaded(Message, frozen=True, kw_only=True, tag="update_uploaded"):
-    """A client's update of a round is in Redis. `loss` is the mean over the round's steps, `loss_last` of the last."""
+    """A client's update of a round is in Redis. `loss` is the mean over the round's steps, `loss_last` of the last.
+
+    `epsilon` is what all noised uploads of the client's data have spent so far; None for one without noise.
+    """
 
     job: Name
     round: Annotated[int, Meta(ge=1)]
@@ -69,6 +72,7 @@ class UpdateUploaded(Message, frozen=True, kw_only=True, tag="update_uploaded"):
     loss: float
     loss_last: float
     noise_scale: float | None = None
+    epsilon: float | None = None
     time_s: float
 
 
