@@ -76,7 +76,7 @@ def test_without_traffic_nothing_is_claimed() -> None:
 def test_peers_tell_how_training_time_grows() -> None:
     """Rounds without any sizes because each replica has only tried one batch itself."""
     replicas = [model((batch, infer, 0.5 + 0.1 * batch)) for batch, infer in ((1, 8), (2, 6), (4, 8), (6, 7))]
-    assert replicas[0].refit(True, replicas) is None
+    assert replicas[0].refit(replicas) is None
     fitted = replicas[0].latency
     assert fitted is not None
     assert fitted.micro_step_s(8, 8) == pytest.approx(1.3, rel=0.01)
@@ -86,7 +86,7 @@ def test_its_own_samples_come_before_those_of_its_peers() -> None:
     """A slow replica that is given the batch sizes of fast ones."""
     slow = model(*((batch, infer, 5.0 + batch + 0.01 * infer) for batch in (1, 2, 4) for infer in (2, 8)))
     fast = model(*((batch, infer, 0.1) for batch in (1, 2, 4) for infer in (2, 8)))
-    slow.refit(True, [slow, fast])
+    slow.refit([slow, fast])
     assert slow.latency is not None
     assert slow.latency.micro_step_s(4, 8) == pytest.approx(9.08, rel=0.01)
 
@@ -94,7 +94,7 @@ def test_its_own_samples_come_before_those_of_its_peers() -> None:
 def test_alone_with_one_batch_it_guesses_in_proportion() -> None:
     """A first round after which nothing is known."""
     one = model((2, 8, 1.0))
-    one.refit(True, [one])
+    one.refit([one])
     assert one.latency is not None
     assert one.latency.train is not None
     assert one.latency.micro_step_s(4, 8) == pytest.approx(2.0)
@@ -104,24 +104,24 @@ def test_alone_with_one_batch_it_guesses_in_proportion() -> None:
 def test_nothing_is_fitted_twice_and_a_refusal_keeps_what_was_known() -> None:
     """Work without news, or a model that is lost to one bad moment."""
     one = model()
-    assert one.refit(False, [one]) is None
+    assert one.refit([one]) is None
     before = one.latency
     assert before is not None
     assert before.train is None
-    assert one.refit(False, [one]) is None
+    assert one.refit([one]) is None
     assert one.latency is before
-    assert one.refit(True, [one]) is None
+    assert one.refit([one]) is None
     empty = ReplicaModel()
-    refusal = empty.refit(True, [empty])
+    refusal = empty.refit([empty])
     assert refusal is not None
-    assert "nothing" in refusal.reason
+    assert empty.latency is None
 
 
 def test_training_beside_does_not_enter_the_serving_model() -> None:
     """A serving replica that is thought as slow as it was while it trained."""
     one = model()
     one.observe_inference(served(cells=tuple((4, infer, 0.1) for infer in (1, 2, 4, 8))))
-    one.refit(False, [one])
+    one.refit([one])
     assert one.latency is not None
     assert one.latency.iteration_s(0, 4) == pytest.approx(0.014, rel=0.05)
 
@@ -131,7 +131,7 @@ def test_noise_scale_and_first_batch_are_kept() -> None:
     one = ReplicaModel()
     for report in (trained(2, 4, 1.0, 30.0), trained(4, 4, 1.0, float("inf")), trained(4, 4, 1.0)):
         one.observe_training(report)
-    assert (one.first_batch, one.noise_scale) == (2, 30.0)
+    assert (one.progress.first_batch, one.progress.noise_scale) == (2, 30.0)
 
 
 def test_a_training_step_counts_for_the_batch_that_ran_beside_it() -> None:

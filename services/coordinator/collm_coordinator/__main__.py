@@ -17,6 +17,8 @@ async def live(settings: CoordinatorSettings) -> None:
     async with connection(settings.redis_url) as redis:
         coordinator = Coordinator(settings, redis, SystemClock())
         stop_on_signals(coordinator.stop)
+        if settings.metrics_port:
+            coordinator.metrics.serve(settings.metrics_port)
         await coordinator.run()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -33,17 +33,22 @@ class Probe(Struct, frozen=True):
     reason: str
 
 
-def next_probe(points: Sequence[Point], trains: Sequence[int], infers: Sequence[int]) -> Probe | None:
+def next_probe(
+    points: Sequence[Point], trains: Sequence[int], infers: Sequence[int], asked: Collection[Cell] = ()
+) -> Probe | None:
     """Which of `trains` x `infers` to measure after `points`; None once the law is told, or MAX_PROBES are measured.
 
-    `points` belong to one SM share and have B >= 1. Differences are in units of the points' own standard deviation.
+    `points` belong to one SM share and have B >= 1; what was `asked` for already is not asked again. Differences are
+    in units of the points' own standard deviation.
     """
-    measured = {(point.train, point.infer) for point in points}
+    measured = {(point.train, point.infer) for point in points} | set(asked)
     left = [cell for cell in itertools.product(sorted(set(trains)), sorted(set(infers))) if cell not in measured]
-    if len(points) >= MAX_PROBES or not left:
+    if len(measured) >= MAX_PROBES or not left:
         return None
     if corner := next((corner for corner in _corners(trains, infers) if corner in left), None):
         return _probe(corner, "a corner of the grid")
+    if not points:
+        return None
     deviation_s = float(np.std([point.seconds for point in points])) or 1.0
     committee = _plausible(points, deviation_s)
     ranked = [(_dispute(committee, cell) / deviation_s, _distance(cell, points), cell) for cell in left]

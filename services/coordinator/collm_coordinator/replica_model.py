@@ -1,138 +1,145 @@
-"""What the coordinator knows of one replica: samples, request shape, noise scale, and the models that follow."""
+"""What the coordinator knows of one replica: samples, requests, training, and the laws that follow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from collm_common.latency import LatencyModel, Line
+from msgspec import Struct
+
+from collm_common.latency import LatencyModel
 from collm_common.messages import InferenceReport, TrainReport
 from collm_common.types import BatchSizes
-from collm_coordinator.latency_fit import Refusal, fit, proportional
-from collm_coordinator.samples import Grid, Point, pooled
+from collm_coordinator.drift import Drift
+from collm_coordinator.latency_fit import Refusal
+from collm_coordinator.laws import Measured, Shape, fit_laws
+from collm_coordinator.objectives import Objectives
+from collm_coordinator.progress import Progress
+from collm_coordinator.samples import Grid, Keep, alone, beside
+from collm_coordinator.traffic import Traffic
 
-DECAY = 0.8
-FORGET = 0.95
 
+class Comparison(Struct, frozen=True):
+    """Measured seconds of one report beside the law's: `part` is alone, infer or train; `drifted` a lasting shift."""
 
-@dataclass
-class Traffic:
-    """Sums over recent reports, older ones fading; what requests look like and how long they wait."""
-
-    prompt_tokens: float = 0.0
-    prefill_s: float = 0.0
-    output_tokens: float = 0.0
-    finished: float = 0.0
-    elapsed_s: float = 0.0
-    queue: float = 0.0
-    last_s: float = 0.0
-
-    def observe(self, report: InferenceReport) -> None:
-        """Fold in one report."""
-        elapsed_s = max(0.0, report.time_s - self.last_s) if self.last_s else 0.0
-        self.last_s = report.time_s
-        self.prompt_tokens = FORGET * self.prompt_tokens + report.prefill_tokens
-        self.prefill_s = FORGET * self.prefill_s + report.prefill_s
-        self.output_tokens = FORGET * self.output_tokens + report.output_tokens
-        self.finished = FORGET * self.finished + report.finished
-        self.elapsed_s = FORGET * self.elapsed_s + elapsed_s
-        self.queue = DECAY * self.queue + (1 - DECAY) * report.queue
+    part: str
+    predicted_s: float
+    measured_s: float
+    drifted: float | None = None
 
     @property
-    def known(self) -> bool:
-        """Whether requests have finished lately."""
-        return self.finished >= 1
-
-    @property
-    def mean_prompt_tokens(self) -> float:
-        """Of a request."""
-        return self.prompt_tokens / self.finished if self.known else 0.0
-
-    @property
-    def mean_output_tokens(self) -> float:
-        """L, of a request."""
-        return max(1.0, self.output_tokens / self.finished) if self.known else 1.0
-
-    @property
-    def prefill_s_per_token(self) -> float:
-        """Seconds a prompt token takes."""
-        return self.prefill_s / self.prompt_tokens if self.prompt_tokens > 0 else 0.0
-
-    @property
-    def queue_s(self) -> float:
-        """What a request waits in the engine, by Little's law."""
-        rate = self.finished / self.elapsed_s if self.elapsed_s > 0 else 0.0
-        return self.queue / rate if rate > 0 else 0.0
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured_s / self.predicted_s
 
 
 @dataclass
 class ReplicaModel:
-    """Bounded: two grids and a few sums. `version` grows with every sample, so that nothing is fitted twice."""
+    """Bounded: two grids and a few sums. `version` grows with every sample, so that nothing is fitted twice.
+
+    `share` is the trainer's SM share as last heard; `shares` those that it can be given.
+    """
 
     infer: Grid = field(default_factory=Grid)
     train: Grid = field(default_factory=Grid)
     traffic: Traffic = field(default_factory=Traffic)
-    latency: LatencyModel | None = None
-    first_batch: int = 0
-    noise_scale: float = 0.0
+    objectives: Objectives = field(default_factory=Objectives)
+    progress: Progress = field(default_factory=Progress)
+    laws: dict[float, LatencyModel] = field(default_factory=dict)
+    drifts: dict[str, Drift] = field(default_factory=dict)
+    share: float = 1.0
+    shares: tuple[float, ...] = ()
     running: int | None = None
     version: int = 0
-    fitted: tuple[bool, int] = (False, -1)
+    fitted: int = -1
 
-    def observe_inference(self, report: InferenceReport) -> None:
-        """One report of the inference process."""
+    @property
+    def latency(self) -> LatencyModel | None:
+        """The law at the present SM share; without one there, what is known without training."""
+        if (law := self.laws.get(self.share)) is not None or not self.laws:
+            return law
+        other = next(iter(self.laws.values()))
+        line = other.alone or other.infer
+        return LatencyModel(line, None, other.prefill_s_per_token, other.output_tokens, other.alone, self.share)
+
+    @property
+    def measured(self) -> Measured:
+        """Its samples."""
+        return Measured(self.infer, self.train)
+
+    def observe_inference(self, report: InferenceReport) -> list[Comparison]:
+        """One report of the inference process; how it compares with what was expected."""
+        found = self._compare_inference(report)
         for iteration in report.iterations:
             self.infer.add(iteration.sizes, iteration.mean_s, iteration.count)
             self.version += 1
+            if iteration.sizes.train:
+                self.share = iteration.sizes.sm_share
         self.running = max(1, round(report.mean_batch))
+        self.shares = report.sm_shares
         self.traffic.observe(report)
+        self.objectives.observe(report.time_s, report.served)
+        return found
 
-    def observe_training(self, report: TrainReport) -> None:
+    def observe_training(self, report: TrainReport) -> list[Comparison]:
         """One optimiser step. b is the batch that ran beside it, if that is known: the report has only its limit."""
         infer = report.sizes.infer if self.running is None else self.running
-        self.train.add(BatchSizes(report.sizes.train, infer), report.step_s)
-        self.first_batch = self.first_batch or report.sizes.train
-        if report.noise_scale is not None and math.isfinite(report.noise_scale):
-            self.noise_scale = max(0.0, report.noise_scale)
+        sizes = BatchSizes(report.sizes.train, infer, report.sizes.sm_share)
+        self.share = sizes.sm_share
+        law = self.laws.get(self.share)
+        predicted_s = law.micro_step_s(sizes.train, infer) if law else None
+        found = self._compare("train", beside(self.share), predicted_s or 0.0, report.step_s)
+        self.train.add(sizes, report.step_s)
+        self.progress.observe(report)
         self.version += 1
+        return found
 
-    def refit(self, combined: bool, peers: Collection[ReplicaModel]) -> Refusal | None:
-        """Fit the samples of the state it is in; a refusal leaves the last accepted model.
+    def refit(self, peers: Collection[ReplicaModel]) -> Refusal | None:
+        """Fit anew what has new samples; a refusal leaves the laws that were accepted last.
 
-        `peers` are replicas of the same model, this one among them: they tell what its own samples cannot.
+        `peers` are replicas of the same model on equal hardware, this one among them.
         """
-        if self.fitted == (combined, self.version):
+        if self.fitted == self.version:
             return None
-        self.fitted = (combined, self.version)
+        self.fitted = self.version
         before = self.latency
-        known = (before.infer, before.train) if before else (None, None)
-        own = self.infer.points(lambda sizes: combined or sizes.train == 0)
-        infer = _fit(own, lambda: pooled(peer.infer for peer in peers), known[0])
-        if isinstance(infer, Refusal):
-            return infer
-        train = _fit(self.train.points(), lambda: pooled(peer.train for peer in peers), known[1])
-        if isinstance(train, Refusal):
-            train = known[1] or proportional(self.train.points())
-        traffic = self.traffic
-        self.latency = LatencyModel(
-            infer,
-            train if isinstance(train, Line) else None,
-            traffic.prefill_s_per_token,
-            traffic.mean_output_tokens if traffic.known or before is None else before.output_tokens,
-        )
+        known = self.traffic.known or before is None
+        output_tokens = self.traffic.mean_output_tokens if known or before is None else before.output_tokens
+        shape = Shape(self.traffic.prefill_s_per_token, output_tokens)
+        laws = fit_laws(self.measured, [peer.measured for peer in peers], shape, self.laws)
+        if isinstance(laws, Refusal):
+            return laws
+        self.laws = laws
         return None
 
+    def _compare_inference(self, report: InferenceReport) -> list[Comparison]:
+        """Iterations alone and beside training, each as the mean over all of the report's that have a law."""
+        sums: dict[str, tuple[float, float, int]] = {}
+        share = self.share
+        for iteration in report.iterations:
+            sizes = iteration.sizes
+            law = self.laws.get(sizes.sm_share) if sizes.train else self.latency
+            if law is None or (not sizes.train and law.alone is None):
+                continue
+            share = sizes.sm_share if sizes.train else share
+            part = "infer" if sizes.train else "alone"
+            predicted_s, measured_s, count = sums.get(part, (0.0, 0.0, 0))
+            predicted_s += iteration.count * law.iteration_s(sizes.train, sizes.infer)
+            sums[part] = predicted_s, measured_s + iteration.count * iteration.mean_s, count + iteration.count
+        keeps = {"alone": alone, "infer": beside(share)}
+        return [
+            comparison
+            for part, (predicted_s, measured_s, count) in sums.items()
+            for comparison in self._compare(part, keeps[part], predicted_s / count, measured_s / count)
+        ]
 
-def _fit(own: list[Point], peers: Callable[[], list[Point]], before: Line | None) -> Line | Refusal:
-    """From its own points; slopes they cannot tell come from the points of all, or else from the fit before."""
-    if not own:
-        return Refusal("nothing was measured")
-    line = fit(own, before)
-    if isinstance(line, Line) and line.sequence_identified and line.train_identified:
-        return line
-    shared = fit(peers(), before)
-    if isinstance(shared, Refusal):
-        return line
-    refined = fit(own, shared)
-    return shared if isinstance(refined, Refusal) else refined
+    def _compare(self, part: str, keep: Keep, predicted_s: float, measured_s: float) -> list[Comparison]:
+        """After a lasting shift, what was measured before it is scaled to the present."""
+        if predicted_s <= 0 or not math.isfinite(measured_s):
+            return []
+        factor = self.drifts.setdefault(part, Drift()).observe(measured_s / predicted_s)
+        if factor is not None:
+            (self.train if part == "train" else self.infer).rescale(factor, keep)
+            self.version += 1
+        return [Comparison(part, predicted_s, measured_s, factor)]

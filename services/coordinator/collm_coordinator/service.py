@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
+import msgspec
 from redis.asyncio import Redis
 
-from collm_common import latency, post
+from collm_common import latency
 from collm_common.clock import Clock
-from collm_common.errors import MessageError
 from collm_common.latency import LatencyModel
 from collm_common.lease import Lease
 from collm_common.messages import (
     AnyMessage,
-    Configure,
     InferenceReport,
     JobChanged,
     ReplicaChanged,
@@ -28,11 +28,17 @@ from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
-from collm_coordinator.replica_model import ReplicaModel
+from collm_coordinator.advisor import Member, choose, demand_on, probe, rate_to_carry, slowed
+from collm_coordinator.configurations import Configurations
+from collm_coordinator.metrics import Metrics
+from collm_coordinator.probing import Cell
+from collm_coordinator.replica_model import Comparison, ReplicaModel
 from collm_coordinator.settings import CoordinatorSettings
-from collm_coordinator.solver import Choice, Demand, Learning, first_draw, keeps_slo, solve
+from collm_coordinator.solver import first_draw, keeps_slo
 
 log = logging.getLogger(__name__)
+
+Infos = Mapping[str, ReplicaInfo]
 
 
 class Coordinator:
@@ -42,8 +48,11 @@ class Coordinator:
         self.settings, self.redis, self.clock, self.keys = settings, redis, clock, settings.keys
         self.stop = asyncio.Event()
         self.models: dict[str, ReplicaModel] = {}
+        self.metrics = Metrics()
+        self._probed: defaultdict[str, set[Cell]] = defaultdict(set)
         self._lease = Lease(redis, self.keys, "coordinator", uuid.uuid4().hex[:8], settings.lease_ttl_s)
         self._registry = Registry(redis, self.keys)
+        self._configurations = Configurations(redis, self.keys, self.metrics)
         self._watch = Watch(self._lease, clock, settings.fit_s, self._lead, self._hear, self._look_around)
 
     @property
@@ -65,17 +74,21 @@ class Coordinator:
     async def _hear(self, _: Entry, message: AnyMessage) -> None:
         match message:
             case InferenceReport():
-                self._model(message.replica).observe_inference(message)
+                compared = self._model(message.replica).observe_inference(message)
+                self.metrics.compared(message.replica, compared)
+                if message.state is ReplicaState.COMBINED:
+                    await self._guard(message.replica, compared)
             case TrainReport():
-                self._model(message.replica).observe_training(message)
+                self.metrics.compared(message.replica, self._model(message.replica).observe_training(message))
+                await self._probe(message)
             case JobChanged(status="forming"):
                 await self._join(message.job)
             case UpdateUploaded():
                 await self._settle(message.replica)
             case StateChanged(before=ReplicaState.COMBINED):
-                await self._restore(message.replica, f"{message.after}: {message.reason}")
+                await self._configurations.restore(message.replica, f"{message.after}: {message.reason}")
             case ReplicaChanged(what="up"):
-                await self._remind(message.replica)
+                await self._configurations.remind(message.replica)
 
     def _model(self, replica: str) -> ReplicaModel:
         return self.models.setdefault(replica, ReplicaModel())
@@ -96,26 +109,53 @@ class Coordinator:
             info = replicas.get(id_)
             if info is None or info.state is not ReplicaState.IDLE:
                 continue
-            sizes = self._first_sizes(job, info)
-            await self._configure(id_, sizes, f"first sizes for job {job}")
+            await self._configure(id_, self._first_sizes(job, info), f"first sizes for job {job}")
             now = self.clock.now()
             await self._registry.transition(id_, ReplicaState.IDLE, ReplicaState.COMBINED, f"job {job} starts", now)
 
     def _first_sizes(self, job: str, info: ReplicaInfo) -> BatchSizes:
-        settings = self.settings
+        settings, model = self.settings, self._model(info.id)
         drawn = first_draw(f"{settings.seed} {job} {info.id}", settings.first_train_max, info.infer_batch_max)
-        model = self._model(info.id)
-        model.first_batch = drawn.train
-        return drawn
+        model.progress.start(job, drawn.train)
+        return msgspec.structs.replace(drawn, sm_share=model.share)
+
+    # --- probes
+
+    async def _probe(self, report: TrainReport) -> None:
+        """In a job's first round, and until the law is told: another B after every few steps."""
+        model, steps = self._model(report.replica), self.settings.probe_steps
+        if not steps or model.progress.steps < steps:
+            return
+        law = model.laws.get(model.share)
+        if report.round > 1 and law is not None and law.infer.train_identified:
+            return
+        replicas = await self._registry.replicas()
+        info, asked = replicas.get(report.replica), self._probed[report.job]
+        sizes = await self._configurations.sizes(report.replica)
+        if info is None or info.state is not ReplicaState.COMBINED or sizes is None:
+            return
+        found = probe(model, self._peers(info, replicas), asked, self.settings.rules)
+        model.progress.steps = 0
+        if found is None:
+            return
+        asked.add((found.sizes.train, found.sizes.infer))
+        if found.sizes.train != sizes.train:
+            await self._configure(
+                info.id, msgspec.structs.replace(sizes, train=found.sizes.train), f"probe: {found.reason}"
+            )
 
     # --- fits
 
     async def _look_around(self, _: float) -> None:
-        """Fit whoever has new samples, forget replicas that are gone, and act on what no event told."""
+        """Fit whoever has new samples, forget what is gone, and act on what no event told."""
         replicas = await self._registry.replicas()
         for id_ in [id_ for id_ in self.models if id_ not in replicas]:
             del self.models[id_]
-        await self._restore_strays(replicas)
+            self.metrics.forget(id_)
+        jobs = {name.decode() for name in await self.redis.smembers(self.keys.jobs)}
+        for job in [job for job in self._probed if job not in jobs]:
+            del self._probed[job]
+        await self._configurations.restore_strays(replicas)
         await self._join_waiting()
         for info in replicas.values():
             # Fits take milliseconds each: with many replicas the lease would run out meanwhile.
@@ -130,81 +170,83 @@ class Coordinator:
         if replica in replicas:
             await self._refit(replicas[replica], replicas, settle=True)
 
-    async def _refit(self, info: ReplicaInfo, replicas: Mapping[str, ReplicaInfo], settle: bool) -> None:
-        model, combined = self._model(info.id), info.state is ReplicaState.COMBINED
-        like = (info.model, info.base_digest)
-        peers = [self._model(id_) for id_, peer in replicas.items() if (peer.model, peer.base_digest) == like]
+    async def _refit(self, info: ReplicaInfo, replicas: Infos, settle: bool) -> None:
+        model = self._model(info.id)
         before = model.latency
-        if (refusal := model.refit(combined, peers)) is not None:
+        if (refusal := model.refit(self._peers(info, replicas))) is not None:
             log.debug("%s: no new fit: %s", info.id, refusal.reason)
-        if model.latency is None:
+            self.metrics.refused.labels(info.id).inc()
+        law = model.latency
+        if law is None:
             return
-        if model.latency is not before:
-            await latency.save(self.redis, self.keys, info.id, model.latency)
-        if combined and model.latency.train is not None:
-            await self._choose(info, model, model.latency, settle)
+        if law != before:
+            await latency.save(self.redis, self.keys, info.id, law)
+            self.metrics.fitted(info.id, law)
+        if info.state is ReplicaState.COMBINED and law.train is not None:
+            await self._choose(info, replicas, law, settle)
 
-    async def _choose(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel, settle: bool) -> None:
+    def _peers(self, info: ReplicaInfo, replicas: Infos) -> Sequence[ReplicaModel]:
+        """Replicas with the same weights, itself among them."""
+        like = (info.model, info.base_digest)
+        return [self._model(id_) for id_, peer in replicas.items() if (peer.model, peer.base_digest) == like]
+
+    # --- choices
+
+    async def _choose(self, info: ReplicaInfo, replicas: Infos, law: LatencyModel, settle: bool) -> None:
         """New sizes between two rounds; inside one only if the present ones do not keep the SLO."""
-        known = await self._sizes(info.id)
-        if not settle and known is not None and keeps_slo(fitted, known, self._demand(model)):
+        known = await self._configurations.sizes(info.id)
+        demand = demand_on(self._model(info.id), law, self.settings.rules)
+        if not settle and known is not None and keeps_slo(law, known, demand):
             return
-        choice = self._choice(info, model, fitted, await self._accumulation(info.job))
-        if known != choice.sizes:
-            reason = f"goodput {choice.goodput:.3g} samples/s" if choice.feasible else "nothing keeps the SLO"
-            await self._configure(info.id, choice.sizes, reason)
+        await self._decide(info, replicas, law, known, "")
+
+    async def _guard(self, replica: str, compared: Sequence[Comparison]) -> None:
+        """The SLO is in danger if the present sizes break it at the pace that was just measured: act at once."""
+        model = self._model(replica)
+        law = model.latency
+        if law is None or law.train is None:
+            return
+        ratio = max([1.0, *(comparison.ratio for comparison in compared if comparison.part == "infer")])
+        pace = slowed(law, ratio)
+        known = await self._configurations.sizes(replica)
+        if known is None or not known.train or keeps_slo(pace, known, demand_on(model, pace, self.settings.rules)):
+            return
+        replicas = await self._registry.replicas()
+        info = replicas.get(replica)
+        if info is not None and info.state is ReplicaState.COMBINED:
+            await self._decide(info, replicas, pace, known, f"SLO in danger, iterations take {ratio:.2f} of the law: ")
+
+    async def _decide(
+        self, info: ReplicaInfo, replicas: Infos, law: LatencyModel, known: BatchSizes | None, why: str
+    ) -> None:
+        """Solve, and tell the replica if it is to change."""
+        rules = self.settings.rules
+        member = await self._member(info)
+        members = [await self._member(peer) for peer in replicas.values() if peer.alive and peer.model == info.model]
+        rate = rate_to_carry(info.id, members, await self._backlog(info.model), rules)
+        choice = choose(member, law, rules, rate)
+        if choice.sizes == known:
+            return
+        if why:
+            self.metrics.dangers.labels(info.id).inc()
+        found = f"goodput {choice.goodput:.3g} samples/s, {choice.rate:.3g} requests/s of {rate:.3g}"
+        await self._configure(info.id, choice.sizes, why + (found if choice.feasible else "nothing keeps the SLO"))
+
+    async def _member(self, info: ReplicaInfo) -> Member:
+        accumulation = await self._accumulation(info.job) if info.job else 1
+        return Member(info.id, info.state, info.infer_batch_max, self._model(info.id), accumulation)
 
     async def _accumulation(self, job: str) -> int:
         """Micro-steps that make an optimiser step of this job; 1 where it does not say."""
         said = await self.redis.hget(self.keys.job(job), "accumulation")
         return max(1, int(said)) if said is not None and said.isdigit() else 1
 
-    def _choice(self, info: ReplicaInfo, model: ReplicaModel, fitted: LatencyModel, accumulation: int) -> Choice:
-        learning = Learning(max(1, model.first_batch), accumulation, model.noise_scale)
-        batches = range(1, self.settings.max_train_batch + 1)
-        floor = max(1, round(self.settings.min_infer_share * info.infer_batch_max))
-        return solve(fitted, batches, info.infer_batch_max, self._demand(model), learning, floor)
-
-    def _demand(self, model: ReplicaModel) -> Demand:
-        return Demand(self.settings.slo, model.traffic.mean_prompt_tokens, model.traffic.queue_s)
-
-    # --- configurations
-
-    async def _sizes(self, replica: str) -> BatchSizes | None:
-        """What was chosen last; damaged fields count as none, and are replaced by the next choice."""
-        try:
-            return await latency.load_sizes(self.redis, self.keys, replica)
-        except MessageError as error:
-            log.error("%s: %s", replica, error)
-            return None
-
-    async def _restore(self, replica: str, reason: str) -> None:
-        info = await self._registry.replica(replica)
-        if info is None or info.state is ReplicaState.COMBINED:
-            return
-        whole = BatchSizes(0, info.infer_batch_max)
-        if await self._sizes(replica) != whole:
-            await self._configure(replica, whole, reason)
-
-    async def _restore_strays(self, replicas: Mapping[str, ReplicaInfo]) -> None:
-        """Replicas that left a job while nobody led."""
-        for info in replicas.values():
-            if info.state is ReplicaState.COMBINED:
-                continue
-            known = await self._sizes(info.id)
-            if known is not None and known.train:
-                await self._configure(info.id, BatchSizes(0, info.infer_batch_max), f"it is {info.state}")
-
-    async def _remind(self, replica: str) -> None:
-        """A new process does not know what its predecessor was told."""
-        known = await self._sizes(replica)
-        if known is not None:
-            await self._command(replica, known)
+    async def _backlog(self, model: str) -> int:
+        """Requests for `model` that no replica has yet."""
+        streams = [name.decode().rpartition("|") for name in await self.redis.smembers(self.keys.streams)]
+        waiting = [await self.redis.xlen(self.keys.requests(model, slo)) for of, _, slo in streams if of == model]
+        return sum(waiting)
 
     async def _configure(self, replica: str, sizes: BatchSizes, reason: str) -> None:
-        log.info("%s: B = %d, b = %d: %s", replica, sizes.train, sizes.infer, reason)
-        await latency.save_sizes(self.redis, self.keys, replica, sizes, reason)
-        await self._command(replica, sizes)
-
-    async def _command(self, replica: str, sizes: BatchSizes) -> None:
-        await post.command(self.redis, self.keys, replica, Configure(sizes=sizes), "coordinator")
+        self._model(replica).progress.ask(sizes.train)
+        await self._configurations.configure(replica, sizes, reason)
