@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from collm_common.messages import InferenceReport, Iteration, TrainReport
-from collm_common.types import BatchSizes, ReplicaState
+from collm_common.messages import InferenceReport, Iteration, Served, TrainReport
+from collm_common.types import BatchSizes, ReplicaState, Slo
 from collm_coordinator.replica_model import ReplicaModel
 
 
@@ -141,3 +141,57 @@ def test_a_training_step_counts_for_the_batch_that_ran_beside_it() -> None:
     model.observe_inference(msgspec.structs.replace(served(), mean_batch=2.6))
     model.observe_training(trained(4, 8, 0.2))
     assert {(point.train, point.infer): point.seconds for point in model.train.points()} == {(4, 8): 0.1, (4, 3): 0.2}
+
+
+def test_each_sm_share_has_a_law_of_its_own() -> None:
+    """A trainer limited to a third of the SMs, thought as much in the way as one without a limit."""
+    one = ReplicaModel()
+    for share, slope in ((0.3, 0.001), (1.0, 0.02)):
+        cells = [(train, infer) for train in (1, 2, 4, 8) for infer in (1, 8)]
+        iterations = tuple(
+            Iteration(BatchSizes(train, infer, share), 5, 0.01 + slope * train) for train, infer in cells
+        )
+        one.observe_inference(msgspec.structs.replace(served(), iterations=iterations))
+    assert one.refit([one]) is None
+    assert one.laws[0.3].iteration_s(8, 1) == pytest.approx(0.018, rel=0.01)
+    assert one.laws[1.0].iteration_s(8, 1) == pytest.approx(0.17, rel=0.01)
+    assert one.latency is one.laws[1.0], "the share that was heard last"
+
+
+def test_one_batch_beside_training_is_judged_by_what_it_costs_at_all() -> None:
+    """A B that was never varied, taken for free: the next choice is the largest."""
+    one = model()
+    one.observe_inference(served(cells=tuple((2, infer, 0.03 + 0.001 * infer) for infer in (1, 2, 4, 8))))
+    one.refit([one])
+    assert one.latency is not None
+    assert one.latency.iteration_s(8, 4) >= 0.09
+    assert one.latency.iteration_s(0, 4) == pytest.approx(0.014, rel=0.05)
+
+
+def test_a_lasting_shift_reaches_all_that_was_measured_before() -> None:
+    """Batches that nobody ran since the machine became slower, remembered as fast as they were."""
+    one = model()
+    one.refit([one])
+    slower = served(cells=((0, 2, 0.024),))
+    drifted = [comparison.drifted for _ in range(3) for comparison in one.observe_inference(slower)]
+    assert any(factor == pytest.approx(2.0) for factor in drifted)
+    one.refit([one])
+    assert one.latency is not None
+    assert one.latency.iteration_s(0, 8) == pytest.approx(0.036, rel=0.1)
+
+
+def test_a_wait_before_the_replica_counts_as_queueing() -> None:
+    """A tau' that is the whole SLO while requests grow old in the dispatcher's stream."""
+    one = ReplicaModel()
+    slo = Slo("s", e2e_s=2.0)
+    one.observe_inference(msgspec.structs.replace(served(), served=(Served(slo, 4, 2.0),)))
+    assert one.traffic.queue_s == pytest.approx(0.5)
+    assert one.objectives.binding(Slo("base"), lambda slo: True).e2e_s == 2.0
+
+
+def test_a_law_that_was_a_guess_is_no_drift() -> None:
+    """Good samples, scaled because the first guess at a batch that was never tried was wrong."""
+    one = model((1, 4, 0.6))
+    one.refit([one])
+    assert [comparison.drifted for comparison in one.observe_training(trained(4, 4, 0.9))] == [None]
+    assert {point.train: point.seconds for point in one.train.points()} == {1: 0.6, 4: 0.9}

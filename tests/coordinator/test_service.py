@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -21,6 +22,7 @@ from collm_common.messages import (
     Iteration,
     JobChanged,
     ReplicaChanged,
+    Served,
     TrainReport,
     UpdateUploaded,
 )
@@ -228,7 +230,7 @@ async def test_a_replica_that_serves_again_gets_its_whole_batch_back(redis: Redi
     await latency.save_sizes(redis, keys, "r1", BatchSizes(4, 2), "test")
     async with running(redis):
         await Registry(redis, keys).transition("r1", ReplicaState.COMBINED, ReplicaState.SERVING, "recalled", 1.0)
-        await eventually(partial(_sizes_are, redis, keys, BatchSizes(0, 16).__eq__))
+        await eventually(partial(_was_told_something, redis, keys))
         assert await commands(redis, keys, "r1") == [BatchSizes(0, 16)]
 
 
@@ -268,6 +270,74 @@ async def test_sizes_change_inside_a_round_only_when_they_break_the_slo(redis: R
         chosen = await latency.load_sizes(redis, keys, "r1")
         assert chosen is not None
         assert chosen.train + chosen.infer < 5
+
+
+async def test_danger_to_the_slo_is_answered_with_the_report_that_shows_it(redis: Redis, keys: Keys) -> None:
+    """Requests that are late until the next fit, or the next round, comes."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    kept = BatchSizes(4, 4)
+    async with running(redis, min_infer_share=0.0, probe_steps=0) as coordinator:
+        await latency.save_sizes(redis, keys, "r1", kept, "test")
+        for train in (1, 2, 4):
+            await say(redis, keys.telemetry, training(train, 4, 0.5 + 0.1 * train))
+        fast = [(train, infer, 0.02 + 0.001 * (infer + train)) for train in (0, 1, 2, 4) for infer in (1, 2, 4)]
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *fast))
+        await eventually(partial(latency.load, redis, keys, "r1"))
+    async with running(redis, min_infer_share=0.0, probe_steps=0, fit_s=3600.0) as second:
+        second.models = coordinator.models
+        await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, (4, 4, 0.2)))
+        await eventually(partial(_sizes_are, redis, keys, lambda sizes: sizes != kept))
+        assert b"danger" in await redis.hget(keys.config("r1"), "reason")
+        assert second.metrics.registry.get_sample_value("collm:slo_dangers_total", {"replica": "r1"}) == 1
+
+
+async def test_the_batch_is_probed_in_the_first_round_by_all_clients_together(redis: Redis, keys: Keys) -> None:
+    """One (B, b) a replica and round: slopes that no fit can tell, for as long as the job takes."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    await redis.sadd(keys.jobs, "j")
+    async with running(redis, fit_s=3600.0) as coordinator:
+        await latency.save_sizes(redis, keys, "r1", BatchSizes(1, 8), "test")
+        ran = [1]
+        while len(ran) < 4:
+            cells = [(ran[-1], infer, 0.001 * (infer + ran[-1])) for infer in (1, 2)]
+            await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
+            for _ in range(coordinator.settings.probe_steps):
+                await say(redis, keys.telemetry, training(ran[-1], 8, 0.1 * ran[-1]))
+            await eventually(partial(_sizes_are, redis, keys, lambda sizes: sizes.train not in ran))
+            sizes = await latency.load_sizes(redis, keys, "r1")
+            assert sizes is not None
+            assert sizes.infer == 8, "b is left to the requests"
+            ran.append(sizes.train)
+    assert ran == [1, 2, 4, 8]
+    assert b"probe" in await redis.hget(keys.config("r1"), "reason")
+
+
+async def test_objectives_of_the_requests_bind_beside_the_configured_one(redis: Redis, keys: Keys) -> None:
+    """Sizes for the one SLO that the coordinator was started with, while the requests ask for another."""
+    await register(redis, keys, ReplicaState.COMBINED, "r1")
+    cells = [(train, infer, 0.02 + 0.01 * infer + 0.01 * train) for train in (0, 1, 2, 4) for infer in (1, 2, 4)]
+    tight = Served(Slo("tight", tpot_s=0.065), 10)
+    async with running(redis, min_infer_share=0.0, probe_steps=0):
+        report = inference(ReplicaState.COMBINED, *cells)
+        await say(redis, keys.telemetry, msgspec.structs.replace(report, served=(tight,)))
+        await train_a_round(redis, keys, 0.5, 0.1)
+        await eventually(partial(_sizes_are, redis, keys, lambda sizes: sizes.train + sizes.infer == 4))
+
+
+async def test_predicted_and_measured_are_metrics(redis: Redis, keys: Keys) -> None:
+    """A law that is wrong, and nobody sees it."""
+    await register(redis, keys, ReplicaState.SERVING, "r1")
+    async with running(redis) as coordinator:
+        cells = [(0, infer, 0.01 * infer) for infer in (1, 2, 4)]
+        await say(redis, keys.telemetry, inference(ReplicaState.SERVING, *cells))
+        await eventually(partial(latency.load, redis, keys, "r1"))
+        await say(redis, keys.telemetry, inference(ReplicaState.SERVING, (0, 8, 0.088)))
+        read, labels = coordinator.metrics.registry.get_sample_value, {"replica": "r1", "part": "alone"}
+        await eventually(lambda: read("collm:latency_measured_seconds", labels) == 0.088)
+        assert read("collm:latency_predicted_seconds", labels) == pytest.approx(0.08, rel=0.01)
+        assert read("collm:latency_fit_r2", labels) == pytest.approx(1)
+        await Registry(redis, keys).remove("r1", "test", 1.0)
+        await eventually(lambda: read("collm:latency_measured_seconds", labels) is None)
 
 
 async def test_one_of_two_leads_and_the_other_takes_over(redis: Redis, keys: Keys) -> None:

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from collm_common.latency import LatencyModel, Line, Term
 from collm_common.types import BatchSizes, Slo
 from collm_coordinator.goodput import efficiency, goodput, throughput
-from collm_coordinator.solver import Demand, Learning, first_draw, keeps_slo, largest_infer_batch, solve
+from collm_coordinator.solver import (
+    Demand,
+    Learning,
+    carried,
+    first_draw,
+    keeps_slo,
+    largest_infer_batch,
+    solve,
+    solve_shares,
+)
 
 seconds = st.floats(1e-4, 0.1)
 models = st.builds(
@@ -95,6 +104,33 @@ def test_a_replica_that_never_trained_gets_no_pair() -> None:
     """A goodput made up from a missing model."""
     choice = solve(LatencyModel(Line(0.1)), [1, 2], 8, Demand(Slo(name="s")), Learning())
     assert (choice.sizes, choice.feasible) == (BatchSizes(1, 1), False)
+
+
+def test_the_share_of_the_load_is_carried_before_anything_is_trained() -> None:
+    """A large B that leaves b too small for the requests that come here."""
+    model = LatencyModel(Line(0.01, 0.001, 0.02), Line(0.1, per_train_s=0.01), output_tokens=10)
+    slo = Slo("s", tpot_s=0.1)
+    free = solve(model, range(1, 5), 64, Demand(slo), Learning(noise_scale=1e6))
+    assert free.sizes.train == 4
+    bound = solve(model, range(1, 5), 64, Demand(slo, rate=1.2 * free.rate), Learning(noise_scale=1e6))
+    assert bound.rate >= 1.2 * free.rate
+    assert 1 <= bound.sizes.train < 4
+    assert bound.rate == pytest.approx(carried(model, bound.sizes, Demand(slo)))
+    most = solve(model, range(1, 5), 64, Demand(slo, rate=1e9), Learning(noise_scale=1e6))
+    assert most.sizes.train == 1, "where nothing carries it, what carries most"
+
+
+def test_a_smaller_share_of_the_sms_is_taken_where_the_slo_needs_it() -> None:
+    """A trainer at full speed beside requests that it makes late, or one that is held back for nothing."""
+    full = LatencyModel(Line(0.01, per_train_s=0.02), Line(0.1, per_train_s=0.05), sm_share=1.0)
+    third = LatencyModel(Line(0.01, per_train_s=0.001), Line(0.2, per_train_s=0.1), sm_share=0.3)
+
+    def share(tpot_s: float) -> float:
+        demand = Demand(Slo("s", tpot_s=tpot_s))
+        return solve_shares([full, third], range(1, 9), 8, demand, Learning(noise_scale=1e6)).sizes.sm_share
+
+    assert share(1.0) == 1.0
+    assert share(0.02) == 0.3
 
 
 def test_a_noisy_gradient_is_worth_a_larger_batch() -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from collm_common.errors import MessageError
@@ -53,6 +54,15 @@ class Line(Struct, frozen=True):
     def predict(self, train_batch: float, infer_batch: float) -> float:
         """Seconds at (B, b), never below zero."""
         return max(0.0, self.base_s + self.per_sequence_s * infer_batch + self.per_train_s * self.term(train_batch))
+
+    def scaled(self, factor: float) -> Line:
+        """The law of a machine on which everything takes `factor` times as long."""
+        return replace(
+            self,
+            base_s=factor * self.base_s,
+            per_sequence_s=factor * self.per_sequence_s,
+            per_train_s=factor * self.per_train_s,
+        )
 
 
 class LatencyModel(Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from collm_common.latency import LatencyModel, Line
+from collm_common.latency import LatencyModel
 from collm_common.types import BatchSizes, ReplicaState, Slo
 from collm_coordinator.objectives import queue_that_counts
 from collm_coordinator.probing import Cell, Probe, next_probe
@@ -109,18 +109,7 @@ def probe(model: ReplicaModel, peers: Sequence[ReplicaModel], asked: Collection[
 
 def slowed(law: LatencyModel, ratio: float) -> LatencyModel:
     """The law if iterations beside training take `ratio` times as long as it says."""
-    line = law.infer
-    slower = Line(
-        line.base_s * ratio,
-        line.per_sequence_s * ratio,
-        line.per_train_s * ratio,
-        line.term,
-        line.r2,
-        line.n,
-        line.sequence_identified,
-        line.train_identified,
-    )
-    return msgspec.structs.replace(law, infer=slower)
+    return msgspec.structs.replace(law, infer=law.infer.scaled(ratio))
 
 
 def _laws(model: ReplicaModel, law: LatencyModel) -> list[LatencyModel]:

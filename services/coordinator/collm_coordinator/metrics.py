@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from collm_common.latency import LatencyModel
 from collm_common.types import BatchSizes
-from collm_coordinator.replica_model import Comparison
+from collm_coordinator.comparison import Comparison
 
 ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 

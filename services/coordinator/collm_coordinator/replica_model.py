@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec.structs import replace
 
-from collm_common.latency import LatencyModel
+from collm_common.latency import LatencyModel, Line
 from collm_common.messages import InferenceReport, TrainReport
 from collm_common.types import BatchSizes
+from collm_coordinator.comparison import Comparison, Timing, compare
 from collm_coordinator.drift import Drift
 from collm_coordinator.latency_fit import Refusal
 from collm_coordinator.laws import Measured, Shape, fit_laws
 from collm_coordinator.objectives import Objectives
 from collm_coordinator.progress import Progress
-from collm_coordinator.samples import Grid, Keep, alone, beside
+from collm_coordinator.samples import Grid, alone, beside
 from collm_coordinator.traffic import Traffic
-
-
-class Comparison(Struct, frozen=True):
-    """Measured seconds of one report beside the law's: `part` is alone, infer or train; `drifted` a lasting shift."""
-
-    part: str
-    predicted_s: float
-    measured_s: float
-    drifted: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted."""
-        return self.measured_s / self.predicted_s
 
 
 @dataclass
@@ -70,7 +56,8 @@ class ReplicaModel:
 
     def observe_inference(self, report: InferenceReport) -> list[Comparison]:
         """One report of the inference process; how it compares with what was expected."""
-        found = self._compare_inference(report)
+        timings = self._timings(report)
+        found = [one for part in timings for one in self._compare(part, timings[part])]
         for iteration in report.iterations:
             self.infer.add(iteration.sizes, iteration.mean_s, iteration.count)
             self.version += 1
@@ -88,8 +75,8 @@ class ReplicaModel:
         sizes = BatchSizes(report.sizes.train, infer, report.sizes.sm_share)
         self.share = sizes.sm_share
         law = self.laws.get(self.share)
-        predicted_s = law.micro_step_s(sizes.train, infer) if law else None
-        found = self._compare("train", beside(self.share), predicted_s or 0.0, report.step_s)
+        timings = [Timing(sizes, report.step_s, 1, law.train)] if law and law.train else []
+        found = self._compare("train", timings)
         self.train.add(sizes, report.step_s)
         self.progress.observe(report)
         self.version += 1
@@ -113,33 +100,37 @@ class ReplicaModel:
         self.laws = laws
         return None
 
-    def _compare_inference(self, report: InferenceReport) -> list[Comparison]:
-        """Iterations alone and beside training, each as the mean over all of the report's that have a law."""
-        sums: dict[str, tuple[float, float, int]] = {}
-        share = self.share
+    def _timings(self, report: InferenceReport) -> dict[str, list[Timing]]:
+        """The report's iterations that have a law, alone and beside training."""
+        found: dict[str, list[Timing]] = {"alone": [], "infer": []}
         for iteration in report.iterations:
-            sizes = iteration.sizes
-            law = self.laws.get(sizes.sm_share) if sizes.train else self.latency
-            if law is None or (not sizes.train and law.alone is None):
-                continue
-            share = sizes.sm_share if sizes.train else share
-            part = "infer" if sizes.train else "alone"
-            predicted_s, measured_s, count = sums.get(part, (0.0, 0.0, 0))
-            predicted_s += iteration.count * law.iteration_s(sizes.train, sizes.infer)
-            sums[part] = predicted_s, measured_s + iteration.count * iteration.mean_s, count + iteration.count
-        keeps = {"alone": alone, "infer": beside(share)}
-        return [
-            comparison
-            for part, (predicted_s, measured_s, count) in sums.items()
-            for comparison in self._compare(part, keeps[part], predicted_s / count, measured_s / count)
-        ]
+            part = "infer" if iteration.sizes.train else "alone"
+            law = self.laws.get(iteration.sizes.sm_share) if iteration.sizes.train else self.latency
+            line: Line | None = getattr(law, part, None)
+            if line is not None:
+                found[part].append(Timing(iteration.sizes, iteration.mean_s, iteration.count, line))
+        return found
 
-    def _compare(self, part: str, keep: Keep, predicted_s: float, measured_s: float) -> list[Comparison]:
-        """After a lasting shift, what was measured before it is scaled to the present."""
-        if predicted_s <= 0 or not math.isfinite(measured_s):
+    def _compare(self, part: str, timings: Sequence[Timing]) -> list[Comparison]:
+        """After a lasting shift, what was measured before it, and the laws from it, are scaled to the present.
+
+        Where nothing was measured before, a law that is off is a bad guess, not a shift.
+        """
+        compared = compare(part, timings)
+        if compared is None:
             return []
-        factor = self.drifts.setdefault(part, Drift()).observe(measured_s / predicted_s)
+        grid = self.train if part == "train" else self.infer
+        known = compare(part, [timing for timing in timings if timing.familiar(grid)])
+        factor = self.drifts.setdefault(part, Drift()).observe(known.ratio) if known else None
         if factor is not None:
-            (self.train if part == "train" else self.infer).rescale(factor, keep)
+            share = timings[0].sizes.sm_share
+            grid.rescale(factor, alone if part == "alone" else beside(share))
+            self.laws = {at: _scaled(law, part, at == share, factor) for at, law in self.laws.items()}
             self.version += 1
-        return [Comparison(part, predicted_s, measured_s, factor)]
+        return [replace(compared, drifted=factor)]
+
+
+def _scaled(law: LatencyModel, part: str, present: bool, factor: float) -> LatencyModel:
+    """Iterations alone are the same at every SM share; the other parts belong to the present one."""
+    line: Line | None = getattr(law, part)
+    return replace(law, **{part: line.scaled(factor)}) if line is not None and (present or part == "alone") else law

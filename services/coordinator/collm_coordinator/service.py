@@ -29,10 +29,11 @@ from collm_common.streams import Entry, Tail
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
 from collm_coordinator.advisor import Member, choose, demand_on, probe, rate_to_carry, slowed
+from collm_coordinator.comparison import Comparison
 from collm_coordinator.configurations import Configurations
 from collm_coordinator.metrics import Metrics
 from collm_coordinator.probing import Cell
-from collm_coordinator.replica_model import Comparison, ReplicaModel
+from collm_coordinator.replica_model import ReplicaModel
 from collm_coordinator.settings import CoordinatorSettings
 from collm_coordinator.solver import first_draw, keeps_slo
 
