@@ -9,8 +9,9 @@ from msgspec import Struct
 from collm_common.latency import LatencyModel
 from collm_common.messages import InferenceReport, TrainReport
 from collm_common.types import BatchSizes, ReplicaState, Slo
+from collm_coordinator.advisor import Member, Rules, choose, demand_on, rate_to_carry
 from collm_coordinator.replica_model import ReplicaModel
-from collm_coordinator.solver import Demand, Learning, first_draw, keeps_slo, solve
+from collm_coordinator.solver import first_draw, keeps_slo
 from collm_tools.simulator.replica import Replica
 
 
@@ -24,6 +25,11 @@ class CoordinatorRules(Struct, frozen=True):
     accumulation: int = 8
     seed: int = 0
     pair: BatchSizes | None = None
+
+    @property
+    def advice(self) -> Rules:
+        """What the live coordinator's choices keep to."""
+        return Rules(self.slo, self.max_train_batch, self.min_infer_share)
 
 
 class Coordinating:
@@ -50,7 +56,7 @@ class Coordinating:
         sizes = self.rules.pair
         if sizes is None:
             sizes = first_draw(f"{self.rules.seed} {job} {replica.id}", self.rules.first_train_max, replica.most)
-            self._models[replica.id].first_batch = sizes.train
+            self._models[replica.id].progress.start(job, sizes.train)
         self._configure(now, replica, sizes)
 
     def restore(self, now: float, replica: Replica) -> None:
@@ -65,21 +71,24 @@ class Coordinating:
     def refit(self, now: float, replica: Replica, settle: bool) -> None:
         """`settle`: a round is over, the sizes of the next one are due."""
         model, combined = self._models[replica.id], replica.state is ReplicaState.COMBINED
-        model.refit(combined, list(self._models.values()))
-        if model.latency is None:
+        model.refit(list(self._models.values()))
+        law = model.latency
+        if law is None:
             return
-        self.latency[replica.id] = model.latency
-        if self.rules.pair is not None or not combined or not replica.train or model.latency.train is None:
+        self.latency[replica.id] = law
+        if self.rules.pair is not None or not combined or not replica.train or law.train is None:
             return
-        demand = Demand(self.rules.slo, model.traffic.mean_prompt_tokens, model.traffic.queue_s)
-        known = self.sizes.get(replica.id)
-        if not settle and known is not None and keeps_slo(model.latency, known, demand):
+        rules, known = self.rules.advice, self.sizes.get(replica.id)
+        if not settle and known is not None and keeps_slo(law, known, demand_on(model, law, rules)):
             return
-        learning = Learning(max(1, model.first_batch), self.rules.accumulation, model.noise_scale)
-        batches = range(1, self.rules.max_train_batch + 1)
-        floor = max(1, round(self.rules.min_infer_share * replica.most))
-        self._configure(now, replica, solve(model.latency, batches, replica.most, demand, learning, floor).sizes)
+        members = {id_: self._member(peer) for id_, peer in self._replicas.items()}
+        rate = rate_to_carry(replica.id, members.values(), 0, rules)
+        self._configure(now, replica, choose(members[replica.id], law, rules, rate).sizes)
+
+    def _member(self, replica: Replica) -> Member:
+        return Member(replica.id, replica.state, replica.most, self._models[replica.id], self.rules.accumulation)
 
     def _configure(self, now: float, replica: Replica, sizes: BatchSizes) -> None:
         self.sizes[replica.id] = sizes
+        self._models[replica.id].progress.ask(sizes.train)
         replica.configure(now, sizes.infer, sizes.train if replica.train else 0, replica.paused)
