@@ -21,6 +21,7 @@ from collm_common.messages import (
     TrainRound,
 )
 from collm_common.registry import Registry
+from collm_common.streams import order
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_coordinator.service import Coordinator
 from collm_coordinator.settings import CoordinatorSettings
@@ -28,7 +29,7 @@ from collm_launcher.policy.idle import IdleRules
 from collm_launcher.policy.job import Clean, Forget, Job, Phase, Publish, Rules
 from collm_launcher.policy.rounds import start
 from collm_launcher.service import Launcher
-from collm_launcher.store import JobStore, order
+from collm_launcher.store import JobStore
 from tests.launcher.support import ADAPTER, MODEL, RULES, SimReplica, events, replicas, running, settings
 from tests.support.waiting import eventually
 

@@ -165,3 +165,8 @@ async def append(
             pipe.pexpire(key, round(ttl_s * 1000))
         results = await pipe.execute()
     return bytes(results[0]).decode()
+
+
+def order(entry_id: str) -> tuple[int, ...]:
+    """A stream entry's id as numbers: ids compare as these do. "" is before all."""
+    return tuple(int(part) for part in entry_id.split("-")) if entry_id else ()

@@ -43,6 +43,35 @@ return 1
 """
 
 
+MISSING = """
+-- KEYS: subflows, then the original stream of each request, then the replies of their ingress. ARGV: how many
+-- subflows, then entry id and id of each request. Returns the id of the last reply, then the numbers, from 0, of the
+-- requests that are in no stream.
+local subflows, missing, moved = tonumber(ARGV[1]), {}, nil
+local function read_subflows()
+  moved = {}
+  for i = 1, subflows do
+    local rows = redis.pcall('XRANGE', KEYS[i], '-', '+')
+    for _, row in ipairs(rows.err and {} or rows) do
+      for field = 1, #row[2], 2 do
+        if row[2][field] == 'id' then moved[row[2][field + 1]] = true end
+      end
+    end
+  end
+end
+for i = subflows + 1, #KEYS - 1 do
+  local n = i - subflows
+  local rows = redis.pcall('XRANGE', KEYS[i], ARGV[2 * n], ARGV[2 * n])
+  if rows.err or #rows == 0 then
+    if not moved then read_subflows() end
+    if not moved[ARGV[2 * n + 1]] then missing[#missing + 1] = n - 1 end
+  end
+end
+local last = redis.call('XREVRANGE', KEYS[#KEYS], '+', '-', 'COUNT', 1)
+return {#last > 0 and last[1][1] or '0-0', unpack(missing)}
+"""
+
+
 class Bounds(Struct, frozen=True):
     """At most `max_queued` requests wait in one stream; clients may make streams of their own up to `max_streams`."""
 
@@ -58,6 +87,7 @@ class Originals:
         self._redis, self._keys = redis, keys
         self._append = redis.register_script(APPEND)
         self._prune = redis.register_script(PRUNE)
+        self._missing = redis.register_script(MISSING)
 
     async def announce(self, model: str, slo: str) -> None:
         """Make a stream known before its first request."""
@@ -87,6 +117,18 @@ class Originals:
                 f"{values[0]} objectives are in use, the limit is {max_streams}; use one of the classes", param="slo"
             )
         return [bytes(value).decode() for value in values]
+
+    async def missing(
+        self, places: Sequence[tuple[str, str, str]], replicas: Sequence[str], ingress: str
+    ) -> tuple[list[int], str]:
+        """Which of the requests (stream, entry id, id) are neither there nor in a replica's subflow.
+
+        Beside it, the id of the last reply to their ingress: up to there it must have read to know that one is lost.
+        """
+        keys = [*map(self._keys.subflow, replicas), *(stream for stream, _, _ in places), self._keys.replies(ingress)]
+        args = [part for _, entry_id, id_ in places for part in (entry_id, id_)]
+        last, *numbers = await self._missing(keys=keys, args=[len(replicas), *args])
+        return [int(number) for number in numbers], bytes(last).decode()
 
     async def prune(self, lease_key: str, token: str, model: str, slo: str) -> bool:
         """Remove a stream without entries; False if it has some. Raises FencedError unless `token` is the lease's."""

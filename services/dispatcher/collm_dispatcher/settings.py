@@ -20,7 +20,8 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     `public_url` is how clients reach this service, if not by `port` of this machine.
     At most `max_queued` requests wait in one stream of the cell, and at most `max_open` of one stream are open at one
     ingress. There are at most `max_streams` streams; one that is of no configured class is removed when it was not
-    used for `stream_idle_s`.
+    used for `stream_idle_s`. A request of which nothing was heard for `silent_s` is looked for, and goes out again if
+    it is nowhere.
     Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch. A leader that dies is
     followed after 1.25 `lease_ttl_s` at the most.
     """
@@ -43,6 +44,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     max_tokens: AtLeastOne = 256
     max_attempts: AtLeastOne = 5
     request_timeout_s: Positive = 300.0
+    silent_s: Positive = 5.0
     drain_s: Positive = 30.0
     retry_after_s: Positive = 1.0
 

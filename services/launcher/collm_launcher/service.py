@@ -16,7 +16,7 @@ from collm_common.latency import sizes_from_hash
 from collm_common.lease import Lease
 from collm_common.messages import AnyMessage, InferenceReport, ReplicaChanged
 from collm_common.registry import Registry
-from collm_common.streams import Entry, Tail
+from collm_common.streams import Entry, Tail, order
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
 from collm_launcher.loads import Loads
@@ -24,7 +24,7 @@ from collm_launcher.policy import rounds
 from collm_launcher.policy.idle import Move
 from collm_launcher.policy.job import Action, Job, Publish
 from collm_launcher.settings import LauncherSettings
-from collm_launcher.store import JobStore, order
+from collm_launcher.store import JobStore
 
 log = logging.getLogger(__name__)
 

@@ -104,11 +104,6 @@ class JobStore:
                 raise FencedError("the launcher's lease changed hands, or the adapter was rolled back") from error
 
 
-def order(entry_id: str) -> tuple[int, ...]:
-    """A stream entry's id as numbers: ids compare as these do. "" is before all."""
-    return tuple(int(part) for part in entry_id.split("-")) if entry_id else ()
-
-
 def _number(value: bytes | None) -> float:
     """0 for a field that is not there, or that somebody damaged: versions in Redis are found by their keys."""
     try:

@@ -166,20 +166,33 @@ class Answers:
         end_s = loop.time() + self._settings.request_timeout_s
         while answer.done is None:
             try:
+                told = await self._told(open_, end_s)
+            except RequestError as error:
+                if open_.finish is None:
+                    raise
+                log.warning("request %s is answered and not scored: %s", open_.request.id, error)
+                told = open_.unscored()
+            if isinstance(told, Done):
+                answer.done = told
+            else:
+                answer.saw(told, self._clock.monotonic())
+                yield told
+
+    async def _told(self, open_: Open, end_s: float) -> Delta | Done:
+        """What there is for the client next; `end_s` is of the loop's clock. Raises RequestError."""
+        while True:
+            try:
                 async with asyncio.timeout_at(end_s):
                     told = await open_.told.get()
             except TimeoutError as error:
                 raise TimedOut(f"no end after {self._settings.request_timeout_s:g} s") from error
             match told:
-                case Delta():
-                    answer.saw(told, self._clock.monotonic())
-                    yield told
                 case Again():
                     await self._again(open_)
                 case Failed():
                     raise failure(told, self._settings.retry_after_s)
-                case Done():
-                    answer.done = told
+                case _:
+                    return told
 
     def _let_go(self, answer: Answer) -> bool:
         """Forget it here; whether a replica may still have it."""

@@ -17,7 +17,7 @@ from collm_common.keys import Keys
 from collm_common.messages import Cancel, Replies
 from collm_common.requeue import GROUP
 from collm_common.retry import forever
-from collm_common.streams import Tail
+from collm_common.streams import Tail, order
 from collm_common.trouble import fault
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.open_requests import Open, OpenRequests
@@ -25,6 +25,7 @@ from collm_dispatcher.originals import Bounds, Originals
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
+SEEK_COUNT = 256
 APPEND_S = 10.0
 WATCH_S = 0.5
 LEASE_S = 60.0
@@ -39,7 +40,7 @@ class Courier:
     ) -> None:
         self._redis, self._keys, self.ingress, self._cell, self._clock = redis, keys, ingress, cell, clock
         self._opened, self._bounds = opened, bounds
-        self._originals = Originals(redis, keys)
+        self._originals, self._read = Originals(redis, keys), "0-0"
 
     async def announce(self, model: str, slo: str) -> None:
         """Make a stream known before its first request."""
@@ -63,12 +64,13 @@ class Courier:
 
         entry_ids = await patiently(append, APPEND_S, self._clock)
         for open_, entry_id in zip(opened, entry_ids, strict=True):
-            open_.entry_id = entry_id
+            open_.appended(entry_id, self._clock.monotonic())
 
     async def send_again(self, open_: Open) -> None:
         """Append another attempt: who was accepted once is not refused for want of room. Raises BrokerError."""
         append = partial(self._originals.append, [open_.request])
-        (open_.entry_id,) = await patiently(append, APPEND_S, self._clock)
+        (entry_id,) = await patiently(append, APPEND_S, self._clock)
+        open_.appended(entry_id, self._clock.monotonic())
 
     async def cancel(self, open_: Open) -> None:
         """Take it out of its stream, or tell the replicas if it is not there any more."""
@@ -83,12 +85,14 @@ class Courier:
 
     async def run(self) -> None:
         """Receive replies for ever."""
-        tail = Tail(self._redis, self._keys.replies(self.ingress))
+        key = self._keys.replies(self.ingress)
+        tail = Tail(self._redis, key)
         await tail.start("0")
 
         async def step() -> None:
             for entry in await tail.read(READ_COUNT):
                 await self._receive(entry)
+            self._read = tail.positions[key]
 
         await forever("replies", step, self._clock)
 
@@ -112,6 +116,29 @@ class Courier:
 
         await forever("broker", step, self._clock)
 
+    async def seek(self, silent_s: float) -> None:
+        """For ever: a request of which nothing was heard for so long and that is nowhere goes out again.
+
+        Its stream was deleted, or the entry that told of its end.
+        """
+
+        async def step() -> None:
+            async for _ in ticks(silent_s / 2, self._clock):
+                silent = self._opened.silent(self._clock.monotonic() - silent_s)
+                for start in range(0, len(silent), SEEK_COUNT):
+                    for open_ in await self._missing(silent[start : start + SEEK_COUNT]):
+                        log.warning("request %s is nowhere: it goes out again", open_.request.id)
+                        open_.again()
+
+        await forever("seeking", step, self._clock)
+
+    async def _missing(self, opened: Sequence[Open]) -> list[Open]:
+        places = [(open_.stream, open_.entry_id, open_.request.id) for open_ in opened]
+        missing, last = await self._originals.missing(places, list(self._cell.members), self.ingress)
+        if order(self._read) < order(last):
+            return []
+        return [opened[number] for number in missing if opened[number].entry_id == places[number][1]]
+
     async def _receive(self, entry: streams.Entry) -> None:
         try:
             message = messages.decode_as(Replies, entry.data)
@@ -119,7 +146,7 @@ class Courier:
             log.error("dropping reply %s: %s", entry.entry_id, error)
             return
         for reply in message.items:
-            if (model := self._opened.take(reply)) is not None:
+            if (model := self._opened.take(reply, self._clock.monotonic())) is not None:
                 await self._tell_cancel(reply.id, model)
 
     async def _tell_cancel(self, request_id: str, model: str) -> None:

@@ -33,6 +33,16 @@ class Open:
         self.adapter: AdapterRef | None = None
         self.finish: str | None = None
         self.ended = False
+        self.heard_s = 0.0
+        self._scored_elsewhere = False
+
+    def appended(self, entry_id: str, now_s: float) -> None:
+        """Its entry is in its stream; `now_s` is monotonic."""
+        self.entry_id, self.heard_s = entry_id, now_s
+
+    def unscored(self) -> Done:
+        """The end of an answer whose text is complete, for want of a better one."""
+        return Done(self.request.id, self.request.attempt, len(self.tokens), 0.0, 0.0, 0.0)
 
     def take(self, reply: Reply) -> None:
         """A reply of the newest attempt, or one that is dropped."""
@@ -43,28 +53,36 @@ class Open:
                 self._take_delta(reply)
             case Lost():
                 self.again()
+            case Done() if self._scored_elsewhere:
+                self._end(msgspec.structs.replace(reply, quality=None))
             case Done() | Failed():
-                self.ended = True
-                self.told.put_nowait(reply)
+                self._end(reply)
 
     def again(self) -> None:
         """From here on another attempt counts; it continues after what the client has seen, with the same version.
 
-        An answer whose text has ended is complete: only what follows it (timings, quality) is lost.
+        An answer whose text has ended goes out again only to be scored: its prefix is the whole of it.
         """
         if self.ended:
             return
-        if self.finish is not None:
-            self.ended = True
-            self.told.put_nowait(Done(self.request.id, self.request.attempt, len(self.tokens), 0.0, 0.0, 0.0))
+        if self.finish is not None and not self.request.reference:
+            self._end(self.unscored())
             return
+        self.entry_id = ""
         version = self.adapter.version if self.adapter is not None else self.request.version
         self.request = msgspec.structs.replace(
             self.request, attempt=self.request.attempt + 1, prefix=tuple(self.tokens), version=version
         )
         self.told.put_nowait(Again())
 
+    def _end(self, reply: Done | Failed) -> None:
+        self.ended = True
+        self.told.put_nowait(reply)
+
     def _take_delta(self, delta: Delta) -> None:
+        if self.finish is not None:
+            # Of an attempt that only scores: a score under another version says nothing about this answer.
+            self._scored_elsewhere |= delta.adapter != self.adapter
         if delta.offset < len(self.tokens) or self.finish is not None:
             return
         if delta.offset > len(self.tokens):
@@ -112,9 +130,14 @@ class OpenRequests:
             while len(self._left) > REMEMBERED:
                 self._left.popitem(last=False)
 
-    def take(self, reply: Reply) -> str | None:
+    def silent(self, since_s: float) -> list[Open]:
+        """Those that are in Redis and of which nothing was heard since then (monotonic)."""
+        return [open_ for open_ in self if open_.entry_id and not open_.ended and open_.heard_s < since_s]
+
+    def take(self, reply: Reply, now_s: float) -> str | None:
         """Pass a reply on; returns the model whose replicas must be told to cancel, if its client has left."""
         if (open_ := self._open.get(reply.id)) is not None:
+            open_.heard_s = now_s
             open_.take(reply)
         elif isinstance(reply, Delta):
             return self._left.pop(reply.id, None)

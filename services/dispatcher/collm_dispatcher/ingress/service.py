@@ -96,7 +96,7 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     try:
         await once("classes", answers.announce_classes, clock)
         await once("registry", cell.refresh, clock)
-        loops = (cell.run(settings.refresh_s), courier.run(), courier.watch())
+        loops = (cell.run(settings.refresh_s), courier.run(), courier.watch(), courier.seek(settings.silent_s))
         running.tasks = [asyncio.create_task(loop) for loop in loops]
         await web.TCPSite(runner, settings.host, settings.port).start()
         running.port = int(runner.addresses[0][1])
