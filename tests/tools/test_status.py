@@ -12,15 +12,17 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from collm_common.keys import Keys
+from collm_common.lookback import throughput
 from collm_common.messages import encode, kind
 from collm_common.registry import Registry
 from collm_common.streams import append
 from collm_common.types import ReplicaState
+from collm_common.wording import event_line
 from collm_tools.cli import main, parser
 from collm_tools.commands.status import watch
-from collm_tools.status.snapshot import figures, take, throughput
+from collm_tools.status.snapshot import figures, take
 from collm_tools.status.view import render, replicas
-from collm_tools.story import event_line, say
+from collm_tools.story import say
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
 from tests.tools import cell
@@ -102,7 +104,7 @@ def test_every_event_is_one_line() -> None:
     """Catches an event kind without words."""
     lines = [event_line(event) for event in cell.events()]
     assert lines[1] == "r1: serving -> idle (quiet)"
-    assert "update_uploaded job=j1 round=1 replica=r1" in lines[3]
+    assert lines[3] == "job j1: r1 sent its update of round 1 (8 samples, loss 2.000)"
     assert "desk@v1 published (held-out 3.000 -> 2.000)" in lines
     assert not any("\n" in line for line in lines)
 

@@ -18,6 +18,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
     class gets. `adapter_dir` is the folder below which adapters may be loaded at run time; "" refuses to.
     `public_url` is how clients reach this service, if not by `port` of this machine.
+    Without `live_page`, nothing is shown at `/`.
     At most `max_queued` requests wait in one stream of the cell, and at most `max_open` of one stream are open at one
     ingress. There are at most `max_streams` streams; one that is of no configured class is removed when it was not
     used for `stream_idle_s`. A request of which nothing was heard for `silent_s` is looked for, and goes out again if
@@ -30,6 +31,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     host: str = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     public_url: str = ""
+    live_page: bool = True
     id: str = ""
 
     slo_classes: dict[Name, dict[str, float | str]] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from collm_common.broker import connection, stop_all
 from collm_common.errors import CollmError
 from collm_common.messages import AdapterPublished, Aggregated, Event, JobChanged, ReplicaChanged, StateChanged
+from collm_common.wording import event_line
 from collm_tools.commands.load import table, write_json
 from collm_tools.commands.types import Subcommands, port, positive
 from collm_tools.demo import plan, timeline
@@ -32,7 +33,7 @@ from collm_tools.load.runner import Offer
 from collm_tools.stack.model import demo_model, served_name
 from collm_tools.stack.options import StackOptions
 from collm_tools.stack.stack import Stack
-from collm_tools.story import event_line, say
+from collm_tools.story import say
 
 SHOWN = (StateChanged, ReplicaChanged, JobChanged, Aggregated, AdapterPublished)
 SET_UP_S, SCORING_S = 60, 30

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import aiohttp
 from msgspec import Struct
 from redis.asyncio import Redis
 
-from collm_common import messages
 from collm_common.keys import Keys
-from collm_common.messages import Event, InferenceReport, JobChanged
+from collm_common.lookback import Queue, Recent, latest, queues, subflows, throughput
+from collm_common.messages import AnyMessage, Event, InferenceReport, JobChanged
 from collm_common.registry import Registry
-from collm_common.streams import parse
 from collm_common.types import ReplicaInfo
 
 REPORTS = 500
 EVENTS = 500
-WINDOW_S = 10.0
+SHOWN_EVENTS = 8
 FIGURE = re.compile(r"^(collm:\w*(?:goodput|attainment)\w*(?<!_created))(?:\{([^}]*)\})?\s+(\S+)$", re.MULTILINE)
 
 
@@ -29,14 +28,6 @@ class ReplicaRow(Struct, frozen=True):
     info: ReplicaInfo
     report: InferenceReport | None
     subflow: int
-
-
-class Queue(Struct, frozen=True):
-    """An original request stream and how many wait in it."""
-
-    model: str
-    slo: str
-    length: int
 
 
 class Snapshot(Struct, frozen=True):
@@ -55,26 +46,20 @@ async def take(redis: Redis, keys: Keys, url: str = "") -> Snapshot:
     """Read everything once; without `url`, or if nobody answers there, `figures` is empty."""
     now_s = time.time()
     infos = await Registry(redis, keys).replicas()
-    reports = [m for m in await _last(redis, keys.telemetry, REPORTS) if isinstance(m, InferenceReport)]
-    events = [m for m in await _last(redis, keys.events, EVENTS) if isinstance(m, Event)]
-    latest = {report.replica: report for report in reversed(reports)}
-    rows = [ReplicaRow(info, latest.get(id_), await redis.xlen(keys.subflow(id_))) for id_, info in infos.items()]
+    reports = [m for m in await _recent(redis, keys.telemetry, REPORTS) if isinstance(m, InferenceReport)]
+    events = [m for m in await _recent(redis, keys.events, EVENTS) if isinstance(m, Event)]
+    last, lengths = latest(reports), await subflows(redis, keys, infos)
     open_jobs = {name.decode() for name in await redis.smembers(keys.jobs)}
-    jobs = {event.job: event for event in reversed(events) if isinstance(event, JobChanged)}
+    jobs = {event.job: event for event in events if isinstance(event, JobChanged)}
     return Snapshot(
         time_s=now_s,
-        replicas=tuple(rows),
-        queues=tuple(await _queues(redis, keys)),
+        replicas=tuple(ReplicaRow(info, last.get(id_), lengths[id_]) for id_, info in infos.items()),
+        queues=tuple(await queues(redis, keys)),
         jobs=tuple(event for job, event in jobs.items() if job in open_jobs),
-        events=tuple(events[:8]),
+        events=tuple(events[: -SHOWN_EVENTS - 1 : -1]),
         tokens_per_s=throughput(reports, now_s),
         figures=await _figures(url) if url else {},
     )
-
-
-def throughput(reports: Iterable[InferenceReport], now_s: float, window_s: float = WINDOW_S) -> float:
-    """Output tokens per second of all replicas over the last `window_s`."""
-    return sum(report.output_tokens for report in reports if now_s - report.time_s <= window_s) / window_s
 
 
 def figures(text: str) -> dict[str, float]:
@@ -83,15 +68,10 @@ def figures(text: str) -> dict[str, float]:
     return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in found}
 
 
-async def _last(redis: Redis, key: str, count: int) -> Sequence[messages.AnyMessage]:
-    """The last messages of a stream, newest first."""
-    return [messages.decode(entry.data) for entry in parse(key, await redis.xrevrange(key, count=count))]
-
-
-async def _queues(redis: Redis, keys: Keys) -> list[Queue]:
-    names = sorted(name.decode() for name in await redis.smembers(keys.streams))
-    pairs = [name.rpartition("|")[::2] for name in names]
-    return [Queue(model, slo, await redis.xlen(keys.requests(model, slo))) for model, slo in pairs]
+async def _recent(redis: Redis, key: str, keep: int) -> Iterable[AnyMessage]:
+    recent = Recent(redis, key, keep)
+    await recent.catch_up()
+    return recent.messages
 
 
 async def _figures(url: str) -> dict[str, float]:

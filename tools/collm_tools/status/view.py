@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from collm_common.wording import event_line
 from collm_tools.status.snapshot import ReplicaRow, Snapshot
-from collm_tools.story import event_line
 
 COLOURS = {"serving": "green", "idle": "cyan", "combined": "magenta"}
 COLUMNS = ("replica", "state", "ready", "running", "mean\nb", "limit\nb", "train\nB", "queue", "busy", "Q")

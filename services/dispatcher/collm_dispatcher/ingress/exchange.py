@@ -51,15 +51,16 @@ class Events:
 
     async def send(self, chunk: dict[str, Any]) -> None:
         """One event. Raises ConnectionResetError when the client is gone."""
-        await self._write(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+        await self.text(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
 
     async def end(self) -> web.StreamResponse:
         """The last event."""
-        await self._write("[DONE]")
+        await self.text("[DONE]")
         await self.response.write_eof()
         return self.response
 
-    async def _write(self, data: str) -> None:
+    async def text(self, data: str) -> None:
+        """One event whose data is this, in one line. Raises as `send`."""
         if not self.started:
             self.started = True
             await self.response.prepare(self._request)

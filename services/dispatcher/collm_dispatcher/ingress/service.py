@@ -21,7 +21,10 @@ from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.metrics import Metrics
+from collm_dispatcher.ingress.objectives import classes
 from collm_dispatcher.ingress.open_requests import OpenRequests
+from collm_dispatcher.ingress.page.feed import Feed
+from collm_dispatcher.ingress.page.routes import LivePage
 from collm_dispatcher.ingress.routes import Routes
 from collm_dispatcher.ingress.tokenizing import load_all
 from collm_dispatcher.ingress.upload import Uploads
@@ -90,8 +93,12 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
         settings.max_body_kb << 10,
         settings.retry_after_s,
     )
+    app = routes.app()
+    if settings.live_page:
+        feed = Feed(cell, classes(settings.slo_classes), metrics.registry)
+        LivePage(feed, clock).add_to(app)
     running = Ingress(routes, opened, clock)
-    runner = web.AppRunner(routes.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await once("classes", answers.announce_classes, clock)
