@@ -9,6 +9,7 @@ from collm_common import latency
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.latency import LatencyModel, Line, Term
+from collm_common.trouble import TROUBLES
 from collm_common.types import BatchSizes
 
 TERMS = (Term(), Term("log2(1+B)"), Term("B/(B+k)", 4), Term("min(B,k)", 4))
@@ -65,3 +66,16 @@ async def test_damaged_fields_are_named(redis: Redis, keys: Keys) -> None:
     await redis.hset(keys.latency("r1"), b"\xff", "1")
     with pytest.raises(MessageError, match="latency model"):
         await latency.load(redis, keys, "r1")
+
+
+async def test_damaged_rows_count_as_none_and_are_repaired_by_the_next_write(redis: Redis, keys: Keys) -> None:
+    """A launcher or coordinator that nobody can lead because of one replica's key."""
+    await latency.save_sizes(redis, keys, "r1", BatchSizes(1, 4), "test")
+    await redis.hset(keys.config("r2"), mapping={"train": "x", "infer": "4"})
+    await redis.set(keys.config("r3"), "x")
+    before = TROUBLES.faults.copy()
+    assert await latency.sizes_of(redis, keys, ["r1", "r2", "r3", "r4"]) == {"r1": BatchSizes(1, 4)}
+    assert TROUBLES.faults - before == {"DAMAGED": 1, "WRONGTYPE": 1}
+    for id_ in ("r2", "r3"):
+        await latency.save_sizes(redis, keys, id_, BatchSizes(2, 3), "test")
+        assert await latency.load_sizes(redis, keys, id_) == BatchSizes(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from redis.asyncio import Redis
 
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
+from collm_common.trouble import readable
 from collm_common.types import BatchSizes
 
 TermName = Literal["B", "log2(1+B)", "B/(B+k)", "min(B,k)"]
@@ -113,7 +115,7 @@ def from_hash(row: dict[bytes, bytes]) -> LatencyModel:
 
 async def save(redis: Redis, keys: Keys, replica: str, model: LatencyModel) -> None:
     """Replace `latency:{replica}`."""
-    await redis.hset(keys.latency(replica), mapping=_values(to_hash(model)))
+    await _replace(redis, keys.latency(replica), to_hash(model))
 
 
 async def load(redis: Redis, keys: Keys, replica: str) -> LatencyModel | None:
@@ -125,7 +127,7 @@ async def load(redis: Redis, keys: Keys, replica: str) -> LatencyModel | None:
 async def save_sizes(redis: Redis, keys: Keys, replica: str, sizes: BatchSizes, reason: str) -> None:
     """Replace `config:{replica}`; the reason is for people."""
     values = {"train": str(sizes.train), "infer": str(sizes.infer), "sm_share": str(sizes.sm_share), "reason": reason}
-    await redis.hset(keys.config(replica), mapping=_values(values))
+    await _replace(redis, keys.config(replica), values)
 
 
 def sizes_from_hash(row: dict[bytes, bytes]) -> BatchSizes | None:
@@ -140,9 +142,33 @@ def sizes_from_hash(row: dict[bytes, bytes]) -> BatchSizes | None:
 
 
 async def load_sizes(redis: Redis, keys: Keys, replica: str) -> BatchSizes | None:
-    """The sizes chosen for a replica, None if none were."""
+    """The sizes chosen for a replica, None if none were. Raises MessageError."""
     return sizes_from_hash(await redis.hgetall(keys.config(replica)))
 
 
-def _values(values: dict[str, str]) -> dict[Any, Any]:
-    return dict(values)
+async def sizes_of(redis: Redis, keys: Keys, replicas: Collection[str]) -> dict[str, BatchSizes]:
+    """The sizes of those for which some were chosen; damaged ones count as none."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for id_ in replicas:
+            pipe.hgetall(keys.config(id_))
+        rows = await pipe.execute(raise_on_error=False)
+    found = {id_: read_sizes(id_, row) for id_, row in zip(replicas, rows, strict=True)}
+    return {id_: sizes for id_, sizes in found.items() if sizes is not None}
+
+
+def read_sizes(replica: str, row: dict[bytes, bytes] | Exception) -> BatchSizes | None:
+    """From a pipeline's reply; a damaged one counts as none."""
+    return readable(sizes_from_hash, f"sizes of {replica}", row)
+
+
+def read_model(replica: str, row: dict[bytes, bytes] | Exception) -> LatencyModel | None:
+    """From a pipeline's reply; a damaged one counts as none."""
+    return readable(from_hash, f"latency of {replica}", row)
+
+
+async def _replace(redis: Redis, key: str, values: dict[str, Any]) -> None:
+    """Whatever was there, of whatever type."""
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.delete(key)
+        pipe.hset(key, mapping=values)
+        await pipe.execute()

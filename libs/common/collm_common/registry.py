@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from collm_common import messages, post
+from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Event, ReplicaChanged, StateChanged
 from collm_common.scripts import TRANSITION
+from collm_common.trouble import readable
 from collm_common.types import ReplicaInfo, ReplicaState
-
-log = logging.getLogger(__name__)
 
 
 class Registry:
@@ -71,7 +70,10 @@ class Registry:
                 pipe.exists(self.keys.lease(id_))
             replies = await pipe.execute(raise_on_error=False)
         found = zip(ids, replies[::2], replies[1::2], strict=True)
-        infos = {id_: _from_hash(id_, row, bool(alive)) for id_, row, alive in found}
+        infos = {
+            id_: readable(partial(_from_hash, alive=bool(alive)), f"registry entry of {id_}", row)
+            for id_, row, alive in found
+        }
         return {id_: info for id_, info in infos.items() if info is not None}
 
     async def transition(
@@ -103,13 +105,8 @@ def _to_hash(info: ReplicaInfo) -> dict[str, str]:
     return {k: _text(v) for k, v in msgspec.structs.asdict(info).items() if k != "alive"}
 
 
-def _from_hash(id_: str, row: dict[bytes, bytes] | Exception, alive: bool) -> ReplicaInfo | None:
-    """None for an entry that is not there; and for one that somebody damaged, which must not stop a service."""
-    if isinstance(row, ResponseError):
-        log.error("skipping the registry entry of %s: %s", id_, row)
-        return None
-    if isinstance(row, Exception):
-        raise row
+def _from_hash(row: dict[bytes, bytes], alive: bool) -> ReplicaInfo | None:
+    """None for an entry that is not there. Raises MessageError."""
     if b"state" not in row:
         return None
     try:
@@ -117,5 +114,4 @@ def _from_hash(id_: str, row: dict[bytes, bytes] | Exception, alive: bool) -> Re
         fields = {name: known[name] for name in ReplicaInfo.__struct_fields__ if name in known}
         return msgspec.convert({**fields, "alive": alive}, ReplicaInfo, strict=False)
     except (msgspec.ValidationError, UnicodeDecodeError) as error:
-        log.error("skipping the registry entry of %s: %s", id_, error)
-        return None
+        raise MessageError(f"registry entry: {error}") from error

@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import redis.exceptions as failures
 
+from collm_common.errors import MessageError
+
+R = TypeVar("R")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PASSING = {
@@ -17,6 +22,7 @@ PASSING = {
     *("NOREPLICAS", "NOSCRIPT", "OOM", "READONLY", "TRYAGAIN", "UNBLOCKED"),
 }
 LASTING = {"CROSSSLOT", "NOAUTH", "NOPERM", "WRONGPASS", "WRONGTYPE"}
+DAMAGED = "DAMAGED"
 AWAY_PAUSE_S, FAULT_PAUSE_S = 0.5, 5.0
 MAX_TOLD = 1000
 _REFUSALS = (failures.ResponseError, failures.AuthenticationError, failures.AuthorizationError)
@@ -47,17 +53,40 @@ class Troubles:
         if not (kind := fault(error)):
             log.warning("%s: broker away: %s", what, error)
             return AWAY_PAUSE_S
+        self._count(kind, what, f"the broker refuses, until somebody repairs it: {error}")
+        return FAULT_PAUSE_S
+
+    def skip(self, what: str, error: Exception) -> None:
+        """Count and log something that cannot be read and that others must not suffer from."""
+        self._count(fault(error) or DAMAGED, what, f"it is left out, until somebody repairs it: {error}")
+
+    def _count(self, kind: str, what: str, why: str) -> None:
         self.faults[kind] += 1
         if (what, kind) not in self._told:
             if len(self._told) >= MAX_TOLD:
                 self._told.clear()
             self._told.add((what, kind))
-            log.error("%s: the broker refuses, until somebody repairs it: %s", what, error)
-        return FAULT_PAUSE_S
+            log.error("%s: %s", what, why)
 
 
 TROUBLES = Troubles()
 """Of this process, as the root logger is."""
+
+
+def readable(read: Callable[[R], T | None], what: str, row: R | Exception) -> T | None:
+    """What `read` makes of a reply of a pipeline; None for one that is empty, refused for good, or damaged.
+
+    `read` raises MessageError for a damaged one. Raises what the reply is if waiting helps.
+    """
+    try:
+        if isinstance(row, Exception):
+            raise row
+        return read(row) if row else None
+    except (MessageError, *_REFUSALS) as error:
+        if not isinstance(error, MessageError) and not fault(error):
+            raise
+        TROUBLES.skip(what, error)
+        return None
 
 
 @contextmanager

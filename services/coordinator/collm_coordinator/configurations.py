@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from redis.asyncio import Redis
 
 from collm_common import latency, post
-from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Configure
 from collm_common.registry import Registry
@@ -27,11 +26,7 @@ class Configurations:
 
     async def sizes(self, replica: str) -> BatchSizes | None:
         """What was chosen last; damaged fields count as none, and are replaced by the next choice."""
-        try:
-            return await latency.load_sizes(self.redis, self.keys, replica)
-        except MessageError as error:
-            log.error("%s: %s", replica, error)
-            return None
+        return (await latency.sizes_of(self.redis, self.keys, [replica])).get(replica)
 
     async def configure(self, replica: str, sizes: BatchSizes, reason: str) -> None:
         """These from now on."""

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 from msgspec import Struct
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from collm_common.broker import AWAY
 from collm_common.clock import Clock, ticks
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
-from collm_common.latency import LatencyModel, from_hash, sizes_from_hash
+from collm_common.latency import LatencyModel, read_model, read_sizes
 from collm_common.registry import Registry
-from collm_common.trouble import TROUBLES, fault
+from collm_common.trouble import TROUBLES, fault, readable
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
-
-R = TypeVar("R")
-T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class Member(Struct, frozen=True):
@@ -84,14 +77,10 @@ class Cell:
         count = len(replicas)
         sizes, models, rows = replies[:count], replies[count : 2 * count], replies[2 * count :]
         self.members = {
-            id_: Member(
-                info,
-                _checked(sizes_from_hash, f"sizes of {id_}", chosen),
-                _checked(from_hash, f"latency of {id_}", model),
-            )
+            id_: Member(info, read_sizes(id_, chosen), read_model(id_, model))
             for (id_, info), chosen, model in zip(replicas.items(), sizes, models, strict=True)
         }
-        adapters = {name: _checked(_adapter, f"adapter {name}", row) for name, row in zip(names, rows, strict=True)}
+        adapters = {name: readable(_adapter, f"adapter {name}", row) for name, row in zip(names, rows, strict=True)}
         self.adapters = {name: adapter for name, adapter in adapters.items() if adapter is not None}
 
     async def run(self, every_s: float) -> None:
@@ -116,17 +105,3 @@ def _adapter(row: list[bytes | None]) -> Adapter | None:
         return Adapter(model.decode(), int(version or 0))
     except ValueError as error:
         raise MessageError(str(error)) from error
-
-
-def _checked(read: Callable[[R], T | None], what: str, row: R | Exception) -> T | None:
-    """None, with a log line, for what somebody damaged."""
-    if isinstance(row, Exception):
-        if not isinstance(row, ResponseError):
-            raise row
-        log.error("%s: %s", what, row)
-        return None
-    try:
-        return read(row) if row else None
-    except MessageError as error:
-        log.error("%s: %s", what, error)
-        return None

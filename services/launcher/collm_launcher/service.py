@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection
 
 import msgspec
 from redis.asyncio import Redis
 
 from collm_common.clock import Clock
-from collm_common.errors import MessageError
-from collm_common.latency import sizes_from_hash
+from collm_common.latency import sizes_of
 from collm_common.lease import Lease
 from collm_common.messages import AnyMessage, InferenceReport, ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail, order
-from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
+from collm_common.types import ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
 from collm_launcher.loads import Loads
 from collm_launcher.policy import rounds
@@ -94,7 +92,7 @@ class Launcher:
     async def _step(self, job: Job, message: AnyMessage | None) -> None:
         """Let a job see an event, or the time; write what changed together with what follows from it."""
         before = msgspec.msgpack.encode(job)
-        job.sizes.update(await self._sizes(job.clients))
+        job.sizes.update(await sizes_of(self.redis, self.keys, job.clients))
         now = self.clock.now()
         told = message is not None
         actions = rounds.on_event(job, now, message) if told else rounds.on_tick(job, now, self._usable(job))
@@ -128,7 +126,7 @@ class Launcher:
         for job in [*self.jobs.values()]:
             await self._step(job, None)
         await self._free_strays(now)
-        self._loads.tick(self._replicas, await self._sizes(self._replicas))
+        self._loads.tick(self._replicas, await sizes_of(self.redis, self.keys, self._replicas))
         for model in sorted({info.model for info in self._replicas.values()}):
             adapter = self._due(model, now)
             start_from = None if adapter is None else self.settings.rules.min_clients
@@ -192,20 +190,3 @@ class Launcher:
         if await self._registry.transition(move.replica, move.before, move.after, move.reason, now):
             self._loads.moved(move)
             log.info("%s: %s -> %s: %s", move.replica, move.before, move.after, move.reason)
-
-    async def _sizes(self, replicas: Collection[str]) -> dict[str, BatchSizes]:
-        """What the coordinator chose, for those it chose something for; damaged fields count as nothing."""
-        async with self.redis.pipeline(transaction=False) as pipe:
-            for id_ in replicas:
-                pipe.hgetall(self.keys.config(id_))
-            rows = await pipe.execute()
-        found: dict[str, BatchSizes] = {}
-        for id_, row in zip(replicas, rows, strict=True):
-            try:
-                sizes = sizes_from_hash(row)
-            except MessageError as error:
-                log.error("%s: %s", id_, error)
-                continue
-            if sizes is not None:
-                found[id_] = sizes
-        return found
