@@ -7,11 +7,12 @@ CODE := $(PARTS) tests scripts bench
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py
 
-.PHONY: help demo test lint type unit bench chaos soak compose-test clean
+.PHONY: help demo test lint type unit bench chaos soak compose-test reproduce clean
 
 help:
 	@echo "make demo   run the whole loop on this machine: serve, fall idle, fine-tune together, serve better"
 	@echo "make test   lint, types and tests, as CI runs them"
+	@echo "make reproduce   the paper's evaluation in the simulator: tables and pictures in docs/results"
 	@echo "make chaos  200 faults under load on a local stack (about 40 minutes); make soak  an hour of steady load"
 	@echo "make clients   other people's clients from PyPI against the API"
 	@echo "make compose-test   docker-compose.yml in a real Docker engine (needs root, docker, debootstrap)"
@@ -60,6 +61,10 @@ soak: $(VENV)/installed
 clients: $(VENV)/installed
 	$(PIP) -r requirements-clients.txt
 	$(BIN)/pytest tests/clients
+
+# TRACES=<folder with the Azure traces of 2023>, SEEDS=n, FULL=1 for ten hours and 16 replicas.
+reproduce: $(VENV)/installed
+	$(BIN)/collm reproduce $(if $(TRACES),--traces $(TRACES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FULL),--full)
 
 compose-test:
 	$(PYTHON) tests/compose/run.py

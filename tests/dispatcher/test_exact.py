@@ -15,7 +15,7 @@ from collm_dispatcher.policy.fill import Carrier, preference
 from collm_dispatcher.policy.micro import Lane, MicroCycle
 from collm_dispatcher.policy.pacing import Mode
 from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
-from tests.dispatcher.exact import Job, Server, best
+from collm_tools.simulator.exact import Job, Server, best
 
 SLO = Slo("s", late="reject")
 

@@ -176,3 +176,15 @@ def test_activity_is_what_was_measured() -> None:
     found = [hardware.activity(*case) for case in ((0, False, False), (1, False, False), (64, False, False))]
     assert found == pytest.approx([0.03, 0.45, 0.61])
     assert hardware.activity(64, False, True) == pytest.approx(0.71, abs=0.01)
+
+
+def test_a_static_batch_begins_and_ends_as_a_whole() -> None:
+    """Continuous batching where the paper's hardware had none."""
+    replica = Replica("r", HARDWARE, 4, static=True)
+    replica.b = 0
+    for number, output in enumerate((5, 20)):
+        replica.add(0.0, request(number, 0.0, 1, output))
+    replica.configure(0.0, 4, 0)
+    replica.add(0.0, request(2, 0.0, 1, 5))
+    first, second, third = run(replica, [])
+    assert first.end_s == second.end_s == third.started_s

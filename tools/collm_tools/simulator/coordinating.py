@@ -16,13 +16,18 @@ from collm_tools.simulator.replica import Replica
 
 
 class CoordinatorRules(Struct, frozen=True):
-    """As the live settings of the same names; `pair` fixes (B, b) for good, as the paper's comparison does."""
+    """As the live settings of the same names; `pair` fixes (B, b) for good, as the paper's comparison does.
+
+    A replica is fitted at most every `fit_s`, where the live one fits at each round's end too: a robust fit takes as
+    long as thousands of simulated requests.
+    """
 
     slo: Slo
     max_train_batch: int = 16
     first_train_max: int = 4
     min_infer_share: float = 0.25
     accumulation: int = 8
+    fit_s: float = 0.0
     seed: int = 0
     pair: BatchSizes | None = None
 
@@ -41,6 +46,7 @@ class Coordinating:
         self.rules, self.latency = rules, latency
         self.sizes: dict[str, BatchSizes] = {}
         self._replicas = replicas
+        self._due_s: dict[str, float] = {}
         self._models = {id_: ReplicaModel() for id_ in replicas}
 
     def hear(self, report: InferenceReport | TrainReport) -> None:
@@ -71,7 +77,9 @@ class Coordinating:
     def refit(self, now: float, replica: Replica, settle: bool) -> None:
         """`settle`: a round is over, the sizes of the next one are due."""
         model, combined = self._models[replica.id], replica.state is ReplicaState.COMBINED
-        model.refit(list(self._models.values()))
+        if now >= self._due_s.get(replica.id, 0.0):
+            self._due_s[replica.id] = now + self.rules.fit_s
+            model.refit(list(self._models.values()))
         law = model.latency
         if law is None:
             return

@@ -24,6 +24,8 @@ from collm_tools.simulator.workload import FULL_LOAD, SLICES, Workload, day, ide
 
 ADAPTERS = 8
 MOST = 64
+FITS = 4
+"""Fits of a replica a day: each takes as long as thousands of simulated requests."""
 
 
 class Size(Struct, frozen=True):
@@ -76,7 +78,6 @@ class Result(Struct, frozen=True):
     training_share: float
     jobs: int
     reached: list[tuple[float, float]]
-    samples_per_s: float = 0.0
 
 
 def requests(loads: Sequence[Workload], size: Size, scale: float, seed: int, spread: float) -> Iterator[SimRequest]:
@@ -100,7 +101,7 @@ def training(size: Size, system: System, seed: int) -> Training:
         full,
         rules=Rules(rounds=6, steps=max(2, round(50 / fast)), train_s=3600.0 / fast, form_s=60.0, hyper=hyper),
         tick_s=max(0.5, full.tick_s / fast),
-        fit_s=full.fit_s / fast * 2,
+        fit_s=size.day_s / FITS,
         cooldown_s=full.cooldown_s / fast,
         aggregate_s=full.aggregate_s / fast,
         evaluate_s=full.evaluate_s / fast,
@@ -135,7 +136,7 @@ def run(system: System, loads: Sequence[Workload], size: Size, scale: float, see
     for replica in replicas:
         replica.loss = rules.curve.start
     if system.trains:
-        coordinator = CoordinatorRules(slos[-1], pair=system.pair, seed=seed)
+        coordinator = CoordinatorRules(slos[-1], pair=system.pair, fit_s=size.day_s / FITS, seed=seed)
         federation = Federation(cell, rules, coordinator, latency)
     cell.run(requests(loads, size, scale, seed, rules.curve.spread))
     seconds = cell.now * len(replicas)

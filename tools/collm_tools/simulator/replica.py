@@ -30,13 +30,21 @@ class Replica:
 
     A burst prefills the prompts that fit into one iteration, or one longer prompt in pieces; meanwhile each running
     sequence gets a token per piece, at the step time with which the burst began. `merging`: while all that runs is on
-    one adapter, it runs without LoRA's cost. `next_s` is when something happens next without anybody doing anything.
+    one adapter, it runs without LoRA's cost. `static`: a batch begins and ends as a whole. `next_s` is when something
+    happens next without anybody doing anything.
     """
 
     def __init__(
-        self, id_: str, hardware: Hardware, most: int, *, fifo: bool = False, merging: bool = False, model: str = "m"
+        self,
+        id_: str,
+        hardware: Hardware,
+        most: int,
+        *,
+        fifo: bool = False,
+        merging: bool = False,
+        static: bool = False,
     ) -> None:
-        self.id, self.hardware, self.most, self.model = id_, hardware, most, model
+        self.id, self.hardware, self.most = id_, hardware, most
         self.b = most
         self.state = ReplicaState.SERVING
         self.quality = 1.0
@@ -48,7 +56,7 @@ class Replica:
         self.meter = Meter()
         self.activity_s = self.busy_s = self.train_s = 0.0
         self.adapters: dict[int, int] = {}
-        self._fifo, self._merging = fifo, merging
+        self._fifo, self._merging, self._static = fifo, merging, static
         self._waiting: list[tuple[float, int, SimRequest]] = []
         self._queued: set[int] = set()
         self._ended: list[SimRequest] = []
@@ -164,12 +172,14 @@ class Replica:
 
     def _start_decoding(self, now: float) -> None:
         burst, self._burst, self._burst_end_s = self._burst, [], inf
+        longest = max(request.output_tokens for request in burst)
         for request in burst:
             request.first_s = now
-            if request.output_tokens <= 1:
+            tokens = longest if self._static else request.output_tokens
+            if tokens <= 1:
                 self._end(now, request)
             else:
-                end = self._pace + request.output_tokens - 1
+                end = self._pace + tokens - 1
                 heapq.heappush(self._running, (end, request.number, request))
 
     def _end(self, now: float, request: SimRequest) -> None:
@@ -182,6 +192,8 @@ class Replica:
     def _admit(self, now: float) -> None:
         """Fill the batch from the queue, in one burst. What nobody waits for any more is refused."""
         room, tokens, waiting = self.b - len(self._running), 0, self._waiting
+        if self._static and self._running:
+            room = 0
         while room > 0 and waiting:
             _, number, request = waiting[0]
             if number not in self._queued:

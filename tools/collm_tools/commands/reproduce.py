@@ -1,0 +1,42 @@
+"""`collm reproduce`: simulate the paper's evaluation and write its figures beside the paper's."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from collm_common.errors import CollmError
+from collm_tools.commands.types import Subcommands, at_least_one
+
+
+def add_parser(subcommands: Subcommands) -> None:
+    """Declare the subcommand."""
+    parser = subcommands.add_parser(
+        "reproduce",
+        help="tables and pictures of the paper's evaluation, from simulated days",
+        description="Simulate CoLLM and its rivals over days of load, and write a page of results.",
+    )
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Azure's traces of 2023")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), metavar="DIR", help="default %(default)s")
+    parser.add_argument("--seeds", type=at_least_one, default=5, metavar="N", help="default %(default)d")
+    parser.add_argument("--full", action="store_true", help="ten hours and 16 replicas: takes hours")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate everything, then write."""
+    if find_spec("collm_dispatcher") is None:
+        raise CollmError("the simulator runs the services' policies: pip install 'collm-tools[simulator]'")
+    from collm_tools.simulator.reproduce import matrix, report
+
+    console, began = Console(), time.monotonic()
+    size = matrix.FULL if arguments.full else matrix.QUICK
+    with console.status("simulating") as status:
+        runs = matrix.simulate(arguments.traces, size, arguments.seeds, status.update)
+    report.write(runs, arguments.out)
+    console.print(f"{arguments.out / 'README.md'} written after {time.monotonic() - began:.0f} s")
+    return 0

@@ -1,0 +1,1 @@
+"""The paper's figures that policy decides, from simulated days: runs, tables, pictures."""
