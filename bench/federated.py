@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.small_model import teach
 from bench.texts import CLIENTS, read
-from collm_common.messages import Hyperparams, TrainRound
+from collm_common.messages import Hyperparams, ServerRates, TrainRound
 from collm_common.types import BatchSizes, Strategy
 from collm_replica.finetune.aggregation import Plan, aggregate
 from collm_replica.finetune.lowrank import Tensors
@@ -45,6 +45,7 @@ class Variant(Struct, frozen=True):
     ranks: tuple[int, ...] = (RANK,) * len(CLIENTS)
     shares: tuple[float, ...] = (1.0,) * len(CLIENTS)
     proximal: float = 0.0
+    rates: ServerRates = ServerRates()
 
 
 class Course(Struct):
@@ -105,7 +106,7 @@ class School:
         """Rounds of all clients from one adapter, with an aggregation after each."""
         course = Course([self.measure(None)])
         state: Tensors = {}
-        plan = Plan(variant.strategy, RANK, HYPER.alpha / RANK)
+        plan = Plan(variant.strategy, RANK, HYPER.alpha / RANK, variant.rates)
         current: Tensors = self.trainer.fresh(HYPER, self.seed)
         for number in range(1, self.rounds + 1):
             updates = []

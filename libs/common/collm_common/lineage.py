@@ -23,7 +23,7 @@ class Turn(Struct, frozen=True):
     """One change of the current version, as its stream entry has it; `parent` was current before.
 
     `job` and `round` made the version, `before` and `after` are the held-out cross-entropies that it was judged by;
-    `reason` tells why it was rolled back to.
+    `reason` tells why, where a person did it.
     """
 
     version: int

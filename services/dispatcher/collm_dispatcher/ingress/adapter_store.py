@@ -14,6 +14,7 @@ from collm_common import blobs, post
 from collm_common.errors import Conflict
 from collm_common.keys import Keys
 from collm_common.lease import Lease
+from collm_common.lineage import Turn, queue_turn
 from collm_common.messages import AdapterPublished, LoadAdapter, UnloadAdapter
 from collm_common.types import AdapterManifest, AdapterRef
 from collm_dispatcher.ingress.peft_folder import OutsideAdapter
@@ -72,7 +73,7 @@ class AdapterStore:
     async def publish(self, ref: AdapterRef, model: str, replicas: Sequence[str], now_s: float) -> None:
         """Make a stored version current for all `replicas`."""
         key, version = self._keys.adapter(ref.name), int(ref.version)
-        row = await self._redis.hget(key, "published")
+        row, parent = await self._redis.hmget(key, ["published", "version"])
         published = f"{row.decode()},{version}" if row else str(version)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.persist(self._keys.adapter_version(ref.name, version))
@@ -80,6 +81,8 @@ class AdapterStore:
             pipe.sadd(self._keys.adapters, ref.name)
             for id_ in replicas:
                 post.queue_command(pipe, self._keys, id_, LoadAdapter(name=ref.name, version=version), ref.name)
+            came = int(parent) if parent is not None and parent.isdigit() else 0
+            queue_turn(pipe, self._keys, ref.name, Turn(version, came, now_s, reason="loaded from outside"))
             post.queue_event(pipe, self._keys, AdapterPublished(name=ref.name, version=version, time_s=now_s), ref.name)
             await pipe.execute()
 

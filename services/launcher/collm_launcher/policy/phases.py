@@ -78,15 +78,15 @@ def aggregate(job: Job, now: float) -> list[Action]:
     return [announce(job, now, f"{len(job.uploads)} updates on {job.server}"), Send(job.server, command)]
 
 
-def refuse(job: Job, now: float, refused: Mapping[str, str]) -> list[Action]:
-    """Updates that the server could not use do not count: the round goes on with the rest, if it is a quorum."""
+def aggregated(job: Job, now: float, refused: Mapping[str, str], residual: float) -> list[Action]:
+    """Updates that the server refused do not count: the round goes on with the rest, if it is a quorum."""
     said: list[Action] = []
     for id_, reason in sorted(refused.items()):
         if job.uploads.pop(id_, None) is not None:
             said.append(announce(job, now, f"the update of {id_} is refused: {reason}"))
     if len(job.uploads) < job.quorum:
         return [*said, *discard(job, now, f"{len(job.uploads)} updates could be used, {job.quorum} are needed")]
-    return [*said, *evaluate(job, now)]
+    return [*said, *evaluate(job, now, residual)]
 
 
 def another_server(job: Job, now: float) -> list[Action]:
@@ -113,14 +113,14 @@ def abandon(job: Job) -> Action:
     return Forget(job.candidate)
 
 
-def evaluate(job: Job, now: float) -> list[Action]:
+def evaluate(job: Job, now: float, residual: float) -> list[Action]:
     """Have every client measure the candidate on its own data."""
     job.phase, job.deadline_s = Phase.EVALUATING, now + job.rules.evaluate_s
     for client in job.clients.values():
         client.expected = True
     return [
         clean(job),
-        announce(job, now, f"candidate version {job.candidate}"),
+        announce(job, now, f"candidate version {job.candidate}, residual {residual:.3f}"),
         *(Send(id_, _evaluation(job, job.candidate)) for id_ in job.clients),
     ]
 

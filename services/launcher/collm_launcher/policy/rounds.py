@@ -24,13 +24,13 @@ from collm_launcher.policy.phases import (
     abandon,
     aggregate_again,
     aggregate_if_complete,
+    aggregated,
     announce,
     another_server,
     clean,
     end,
     judge,
     judge_if_complete,
-    refuse,
     rolled_back,
     train,
     train_if_formed,
@@ -95,7 +95,7 @@ def on_event(job: Job, now: float, event: object) -> list[Action]:
         case UpdateUploaded(job=job.id, round=job.round) if job.phase is Phase.TRAINING:
             return _uploaded(job, now, event)
         case Aggregated(job=job.id, version=job.candidate) if job.phase is Phase.AGGREGATING:
-            return refuse(job, now, event.refused)
+            return aggregated(job, now, event.refused, event.residual)
         case Aggregated(job=job.id) if event.version in job.abandoned:
             return [Forget(event.version)]
         case Evaluated(job=job.id) if event.replica in job.clients:

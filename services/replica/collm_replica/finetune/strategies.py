@@ -22,7 +22,9 @@ from collm_replica.finetune import lowrank
 from collm_replica.finetune.lowrank import Tensors
 from collm_replica.finetune.screening import Update
 
-ADAM_RATE = 0.01
+MOMENTUM = ServerRates(learning_rate=1.0, momentum=0.3)
+"""With 0.9 as over hundreds of rounds, the few rounds of a job would go ten times too far."""
+ADAM = ServerRates(learning_rate=0.01, momentum=0.9)
 MAX_STEP_RATIO = 4.0
 
 
@@ -70,25 +72,34 @@ def average(start: Tensors, updates: Sequence[Update], rank: int, rates: ServerR
 
 def momentum(start: Tensors, updates: Sequence[Update], rank: int, rates: ServerRates, state: Tensors) -> Combined:
     """Plain averaging as a step of gradient descent with momentum."""
-    rate = 1.0 if rates.learning_rate is None else rates.learning_rate
+    rate, beta = _rates(rates, MOMENTUM)
     made, kept = {}, {}
     for name, change in _delta(start, updates).items():
-        kept[name] = rates.momentum * state.get(name, torch.zeros_like(change)) + change
+        kept[name] = beta * state.get(name, torch.zeros_like(change)) + change
         made[name] = start[name].float() + rate * kept[name]
     return Combined(made, kept)
 
 
 def adam(start: Tensors, updates: Sequence[Update], rank: int, rates: ServerRates, state: Tensors) -> Combined:
     """Plain averaging as a step of Adam; as in its paper, without correction of the first steps' bias."""
-    rate = ADAM_RATE if rates.learning_rate is None else rates.learning_rate
+    rate, beta = _rates(rates, ADAM)
     made, kept = {}, {}
     for name, change in _delta(start, updates).items():
         zero = torch.zeros_like(change)
-        first = rates.momentum * state.get(f"m.{name}", zero) + (1 - rates.momentum) * change
+        first = beta * state.get(f"m.{name}", zero) + (1 - beta) * change
         second = rates.beta2 * state.get(f"v.{name}", zero) + (1 - rates.beta2) * change**2
         kept[f"m.{name}"], kept[f"v.{name}"] = first, second
         made[name] = start[name].float() + rate * first / (second.sqrt() + rates.tau)
     return Combined(made, kept)
+
+
+def _rates(said: ServerRates, usual: ServerRates) -> tuple[float, float]:
+    """(learning rate, momentum)."""
+    rate = usual.learning_rate if said.learning_rate is None else said.learning_rate
+    beta = usual.momentum if said.momentum is None else said.momentum
+    assert rate is not None
+    assert beta is not None
+    return rate, beta
 
 
 def _delta(start: Tensors, updates: Sequence[Update]) -> dict[str, torch.Tensor]:
