@@ -34,7 +34,7 @@ from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import ToSupervisor
 from collm_replica.finetune.privacy import epsilon
 from collm_replica.finetune.trainer import Trainer
-from collm_replica.training_tasks import TrainingTasks
+from collm_replica.training_tasks import MAX_MEASURED, TrainingTasks
 from tests.replica.support import settings
 from tests.support.models import byte_tokenizer, random_adapter, tiny_model_folder
 from tests.support.waiting import eventually
@@ -236,3 +236,15 @@ async def test_moments_of_the_server_follow_the_accepted_version(
 
 async def _count(redis: Redis, keys: Keys, count: int) -> bool:
     return int(await redis.xlen(keys.events)) >= count
+
+
+async def test_only_the_last_few_measured_versions_are_remembered(
+    redis: Redis, keys: Keys, tasks: TrainingTasks
+) -> None:
+    """A fine-tuning process that grows with every version there ever was."""
+    for number in range(MAX_MEASURED + 3):
+        tasks.add(msgspec.structs.replace(evaluation("j"), adapter=f"desk{number}"))
+    running = asyncio.create_task(tasks.run())
+    await eventually(lambda: _count(redis, keys, MAX_MEASURED + 3))
+    await stop_all(running)
+    assert len(tasks._measured) == MAX_MEASURED

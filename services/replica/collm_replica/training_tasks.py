@@ -44,6 +44,7 @@ from collm_replica.tasks import MAX_REASON, Task, failed
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 16
+MAX_MEASURED = 8
 
 
 class Left(CollmError):
@@ -248,13 +249,18 @@ class TrainingTasks:
         await self._announce(event, task.job)
 
     async def _measure(self, adapter: str, version: int, hyper: messages.Hyperparams) -> Quality:
-        """Held-out cross-entropy of a version on this replica's data, measured once as long as the data stay."""
+        """Held-out cross-entropy of a version on this replica's data, measured once as long as the data stay.
+
+        The last few versions are remembered: a round asks for its start, its candidate, and the base model.
+        """
         await self._refresh_data(hyper)
         if (adapter, version) not in self._measured:
             tensors = await self._stored(adapter, version)
             quality = await asyncio.to_thread(self.trainer.evaluate_stored, tensors, hyper)
             self.progress += 1
             self._measured[adapter, version] = quality
+            if len(self._measured) > MAX_MEASURED:
+                del self._measured[next(iter(self._measured))]
         return self._measured[adapter, version]
 
     async def _stored(self, adapter: str, version: int) -> adapters.Tensors | None:

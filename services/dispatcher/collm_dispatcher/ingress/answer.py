@@ -20,9 +20,10 @@ from collm_dispatcher.ingress import objectives
 from collm_dispatcher.ingress.body import MAX_CHOICES, SEEDS, ChatBody, CompletionBody
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory, Target
+from collm_dispatcher.ingress.inbox import Again
 from collm_dispatcher.ingress.merge import merged
 from collm_dispatcher.ingress.metrics import Metrics
-from collm_dispatcher.ingress.open_requests import Again, Open, OpenRequests
+from collm_dispatcher.ingress.open_requests import Open, OpenRequests
 from collm_dispatcher.ingress.render import Shape
 from collm_dispatcher.ingress.response import Answer, Response
 from collm_dispatcher.ingress.tokenizing import Prompt, Tokenizing

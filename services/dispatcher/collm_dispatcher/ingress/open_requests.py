@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
@@ -11,15 +10,9 @@ import msgspec
 from collm_common.errors import Overloaded
 from collm_common.messages import Delta, Done, Failed, Lost, Reply, Request
 from collm_common.types import AdapterRef
+from collm_dispatcher.ingress.inbox import Again, Inbox
 
 REMEMBERED = 4096
-
-
-class Again:
-    """The request must be appended anew: its replica or a part of its replies is gone."""
-
-
-Told = Delta | Done | Failed | Again
 
 
 class Open:
@@ -28,7 +21,7 @@ class Open:
     def __init__(self, request: Request, stream: str) -> None:
         self.request, self.stream = request, stream
         self.entry_id = ""
-        self.told: asyncio.Queue[Told] = asyncio.Queue()
+        self.told = Inbox()
         self.tokens: list[int] = []
         self.adapter: AdapterRef | None = None
         self.finish: str | None = None
@@ -73,11 +66,11 @@ class Open:
         self.request = msgspec.structs.replace(
             self.request, attempt=self.request.attempt + 1, prefix=tuple(self.tokens), version=version
         )
-        self.told.put_nowait(Again())
+        self.told.put(Again())
 
     def _end(self, reply: Done | Failed) -> None:
         self.ended = True
-        self.told.put_nowait(reply)
+        self.told.put(reply)
 
     def _take_delta(self, delta: Delta) -> None:
         if self.finish is not None:
@@ -90,7 +83,7 @@ class Open:
             return
         self.tokens += delta.tokens
         self.adapter, self.finish = delta.adapter or self.adapter, delta.finish
-        self.told.put_nowait(delta)
+        self.told.put(delta)
 
 
 class OpenRequests:
