@@ -14,7 +14,7 @@ from collm_common.broker import AWAY
 from collm_common.errors import InternalError, RequestError, Unavailable, UnknownModel
 from collm_common.messages import Delta
 from collm_common.trouble import TROUBLES, fault
-from collm_dispatcher.ingress import render
+from collm_dispatcher.ingress import openapi, render
 from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
 from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
@@ -63,6 +63,7 @@ class Routes:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{id:.+}", self._model)
         self._adapters.add_to(app.router)
+        app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)
@@ -158,6 +159,9 @@ class Routes:
             if entry["id"] == name:
                 return web.json_response(entry)
         raise UnknownModel(f"no model or adapter {name!r}", param="model")
+
+    async def _openapi(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response(openapi.document())
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})

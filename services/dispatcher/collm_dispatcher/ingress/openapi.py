@@ -1,0 +1,79 @@
+"""The API's own description, made of the types that read its bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from collm_dispatcher.ingress.adapter_routes import LoadBody, UnloadBody
+from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+
+VERSION = "3.1.0"
+PLACES = "#/components/schemas/{name}"
+
+
+class ErrorDetail(Struct):
+    """What was refused: `param` names the field, `code` is for programs."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+
+
+class Error(Struct):
+    """Every answer of 400 or more."""
+
+    error: ErrorDetail
+
+
+BODIES: dict[str, type[Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
+}
+ABOUT = {
+    "/v1/chat/completions": "Answer a conversation; with `stream`, server-sent events that end with [DONE]",
+    "/v1/completions": "Continue one or several prompts",
+    "/v1/load_lora_adapter": "Check an adapter in PEFT's form and serve it under a name",
+    "/v1/unload_lora_adapter": "Take an adapter's name and versions away",
+    "/v1/models": "The served models and their adapters with their current versions",
+    "/v1/models/{id}": "One of them",
+    "/v1/replicas/{id}/data": "Hand training data, one JSON object a line, to one replica",
+    "/health": "Whether the process lives",
+    "/ready": "Whether requests can be answered now",
+    "/metrics": "Measurements in Prometheus' text format",
+    "/openapi.json": "This document",
+}
+POSTS = frozenset({*BODIES, "/v1/replicas/{id}/data"})
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1: every route, its body, and what all errors look like."""
+    types = [*BODIES.values(), Error]
+    _, components = msgspec.json.schema_components(types, ref_template=PLACES)
+    return {
+        "openapi": VERSION,
+        "info": {"title": "CoLLM", "version": "1", "description": "Chat, completions and adapters of one cell"},
+        "paths": {path: {"post" if path in POSTS else "get": _operation(path, about)} for path, about in ABOUT.items()},
+        "components": {"schemas": components},
+    }
+
+
+def _operation(path: str, about: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": PLACES.format(name="Error")}}}
+    operation: dict[str, Any] = {
+        "summary": about,
+        "responses": {"200": {"description": "Done"}, "default": {"description": "Refused", "content": error}},
+    }
+    if "{id}" in path:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if path in BODIES:
+        schema = {"$ref": PLACES.format(name=BODIES[path].__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    elif path in POSTS:
+        operation["requestBody"] = {"required": True, "content": {"application/jsonl": {"schema": {"type": "string"}}}}
+    return operation
