@@ -141,6 +141,30 @@ async def test_what_was_expected_of_a_request_is_beside_what_it_took(
     assert 'collm:outcome_over_predicted_count{model_name="m",stage="first_token"} 3.0' in page
 
 
+async def test_metrics_have_vllms_names_too_if_asked_for(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """Stock dashboards that stay empty; or the aliases of what vLLM does not measure, or measures otherwise."""
+    await redis.hset(keys.adapter("desk"), mapping={"model": "m", "version": 3})
+    await redis.sadd(keys.adapters, "desk")
+    async with front(redis, keys, tokenizer_folder, vllm_metrics=True) as site:
+        await site.post(TEXT, text(n=2))
+        async with site.http.get("/metrics") as response:
+            page = await response.text()
+    own, theirs = ([line for line in page.splitlines() if line.startswith(prefix)] for prefix in ("collm:", "vllm:"))
+    for line in (
+        'request_success_total{finished_reason="length",model_name="m"} 2.0',
+        'request_generation_tokens_sum{model_name="m"} 12.0',
+        'request_params_n_sum{model_name="m"} 2.0',
+        'request_params_max_tokens_sum{model_name="m"} 12.0',
+        'request_prompt_tokens_count{model_name="m"} 2.0',
+        'request_prefill_time_seconds_count{model_name="m"} 2.0',
+    ):
+        assert f"collm:{line}" in own
+        assert f"vllm:{line}" in theirs
+    assert not any("goodput" in line or "slo" in line for line in theirs)
+    assert 'collm:replica_state{model_name="m",replica="r1",state="serving"} 1.0' in own
+    assert 'collm:adapter_version{adapter="desk",model_name="m"} 3.0' in own
+
+
 async def _status(site: Front, path: str, wanted: int) -> bool:
     return (await site.get(path))[0] == wanted
 

@@ -58,7 +58,27 @@ def _references(value: Any) -> list[str]:
 
 def values(chance: random.Random, depth: int = 0) -> Any:
     """Any JSON value, odd ones more often than usual."""
-    odd = [None, True, False, 0, -1, 1, 2, 3, 0.5, -0.0, 2**31, 2**63, -(2**63), 1e308, 10**30, "", "a", "\0", "\ud800"]
+    odd: list[Any] = [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3,
+        0.5,
+        -0.0,
+        2**31,
+        2**63,
+        -(2**63),
+        1e308,
+        10**30,
+        "",
+        "a",
+        "\0",
+        "\ud800",
+    ]
     odd += ["é" * 300, "x" * 5000, "stop", [], {}, [[]], {"type": "text"}, {"type": "json_object"}, {"$ref": "#"}]
     kind = chance.randrange(8)
     if kind == 0 and depth < 3:

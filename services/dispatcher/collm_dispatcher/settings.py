@@ -17,6 +17,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
 
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
     class gets. `adapter_dir` is the folder below which adapters may be loaded at run time; "" refuses to.
+    `vllm_metrics` exports what vLLM measures too once more under `vllm:` names.
     `public_url` is how clients reach this service, if not by `port` of this machine.
     Without `live_page`, nothing is shown at `/`.
     At most `max_queued` requests wait in one stream of the cell, and at most `max_open` of one stream are open at one
@@ -40,6 +41,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     max_body_kb: AtLeastOne = 1024
     max_upload_mb: AtLeastOne = 64
     max_queued: AtLeastOne = 1024
+    vllm_metrics: bool = False
     adapter_dir: str = ""
     max_adapter_mb: AtLeastOne = 1024
     max_open: AtLeastOne = 1024

@@ -76,6 +76,7 @@ class Answers:
             echoes=[prompt.text if body.echoes else "" for prompt in prompts for _ in range(body.n or 1)],
         )
         answers = [Answer(open_, self._metrics, arrived_s) for open_ in opened]
+        self._metrics.choices.labels(target.model).observe(body.n or 1)
         return Response(shape, answers, sum(len(prompt.tokens) for prompt in prompts))
 
     async def try_out(self, model: str, ref: AdapterRef) -> None:

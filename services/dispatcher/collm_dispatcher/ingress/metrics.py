@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -11,10 +11,13 @@ from prometheus_client.registry import Collector
 from collm_common.messages import Done
 from collm_common.trouble import TROUBLES
 from collm_common.types import Slo
+from collm_dispatcher.ingress.aliases import Aliases
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+COUNTS = (1, 2, 5, 10, 20, 50, 100)
 
 OTHER = "other"
 
@@ -31,10 +34,14 @@ class _Faults(Collector):
 
 
 class Metrics:
-    """One ingress's; nothing global. Objectives of no class of `classes` count as one, or there is no end of labels."""
+    """One ingress's; nothing global. Objectives of no class of `classes` count as one, or there is no end of labels.
 
-    def __init__(self, classes: Collection[str]) -> None:
+    With `aliases` what vLLM measures too is there once more under its names.
+    """
+
+    def __init__(self, classes: Collection[str], aliases: bool = False) -> None:
         self._classes = classes
+        self._aliases = CollectorRegistry()
         self.registry = registry = CollectorRegistry()
         model, by_class = ["model_name"], ["model_name", "slo"]
         self.running = Gauge("collm:num_requests_running", "Requests that get tokens", model, registry=registry)
@@ -49,6 +56,13 @@ class Metrics:
         self.tpot = self._histogram("request_time_per_output_token_seconds", "(e2e - ttft) / (tokens - 1)", TOKEN_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", LATENCY_S)
         self.queue = self._histogram("request_queue_time_seconds", "Before prefill", LATENCY_S)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From admission to the first token", LATENCY_S)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first to the last token", LATENCY_S)
+        self.inference = self._histogram("request_inference_time_seconds", "Prefill and decode", LATENCY_S)
+        self.prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a request", SIZES)
+        self.outputs = self._histogram("request_generation_tokens", "Output tokens of a request", SIZES)
+        self.choices = self._histogram("request_params_n", "Choices that were asked for", COUNTS)
+        self.limits = self._histogram("request_params_max_tokens", "Output tokens that were allowed", SIZES)
         self.rejected = Counter("collm:requests_rejected", "Refused or failed", ["reason"], registry=registry)
         self.cancelled = Counter("collm:requests_cancelled", "Whose client left", model, registry=registry)
         self.again = Counter("collm:requests_redispatched", "Continued on another replica", model, registry=registry)
@@ -67,10 +81,14 @@ class Metrics:
             "collm:outcome_seconds", "Measured at the replica, of the same requests", stage, registry=registry
         )
         self.ratio = Histogram("collm:outcome_over_predicted", "1 is exact", stage, registry=registry, buckets=RATIOS)
+        if aliases:
+            self._aliases.register(Aliases(registry))
         self._shares: dict[tuple[str, str], list[int]] = {}
 
-    def accepted(self, model: str, slo: Slo, prompt_tokens: int) -> None:
+    def accepted(self, model: str, slo: Slo, prompt_tokens: int, max_tokens: int) -> None:
         """A new request, which waits."""
+        self.prompts.labels(model).observe(prompt_tokens)
+        self.limits.labels(model).observe(max_tokens)
         self.waiting.labels(model).inc()
         self.offered.labels(model, self._class(slo)).inc()
         self.prompt_tokens.labels(model).inc(prompt_tokens)
@@ -80,6 +98,7 @@ class Metrics:
         self.success.labels(model, finish).inc()
         self.e2e.labels(model).observe(e2e_s)
         self.generation_tokens.labels(model).inc(tokens)
+        self.outputs.labels(model).observe(tokens)
         if tokens > 1:
             self.tpot.labels(model).observe((e2e_s - ttft_s) / (tokens - 1))
         good = slo.met(ttft_s, e2e_s, tokens)
@@ -99,13 +118,20 @@ class Metrics:
                 self.outcome.labels(model, stage).inc(outcome_s)
                 self.ratio.labels(model, stage).observe(outcome_s / predicted_s)
 
+    def timed(self, model: str, queue_s: float, done: Done) -> None:
+        """Where the time of a whole answer went."""
+        self.queue.labels(model).observe(queue_s)
+        self.prefill.labels(model).observe(done.prefill_s)
+        self.decode.labels(model).observe(done.decode_s)
+        self.inference.labels(model).observe(done.prefill_s + done.decode_s)
+
     def missed(self, model: str, slo: Slo) -> None:
         """An offered request without a whole answer."""
         self._share(model, slo, False)
 
     def page(self) -> bytes:
         """The text format."""
-        return bytes(generate_latest(self.registry))
+        return bytes(generate_latest(self.registry) + generate_latest(self._aliases))
 
     def _class(self, slo: Slo) -> str:
         return slo.name if slo.name in self._classes else OTHER
@@ -117,5 +143,5 @@ class Metrics:
         share[1] += 1
         self.attainment.labels(*label).set(share[0] / share[1])
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"collm:{name}", about, ["model_name"], registry=self.registry, buckets=buckets)

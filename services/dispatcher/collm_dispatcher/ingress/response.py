@@ -21,7 +21,7 @@ class Answer:
         self.e2e_s = self._last_s = 0.0
         self.done: Done | None = None
         request = open_.request
-        metrics.accepted(request.model, request.slo, len(request.prompt))
+        metrics.accepted(request.model, request.slo, len(request.prompt), request.sampling.max_tokens)
 
     @property
     def adapter(self) -> str | None:
@@ -59,9 +59,9 @@ class Answer:
         if self.open.finish is None or self.ttft_s is None:
             self._metrics.missed(request.model, request.slo)
             return
-        self._metrics.queue.labels(request.model).observe(self.queue_s)
         if self.done is not None:
             self._metrics.compared(request.model, self.done)
+            self._metrics.timed(request.model, self.queue_s, self.done)
         tokens = len(self.open.tokens)
         self._metrics.finished(request.model, request.slo, self.ttft_s, self.e2e_s, tokens, self.open.finish)
 

@@ -18,6 +18,7 @@ from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
 from collm_dispatcher.ingress.adapter_store import AdapterStore
 from collm_dispatcher.ingress.answer import Answers
+from collm_dispatcher.ingress.cell_metrics import CellView
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.metrics import Metrics
@@ -58,7 +59,8 @@ class Ingress:
 async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> AsyncIterator[Ingress]:
     """Listens for as long as the block runs. Raises ModelError or SettingsError before it does."""
     tokenizers = await load_all(settings.models)
-    cell, metrics = Cell(redis, settings.keys, clock), Metrics(settings.class_names)
+    cell, metrics = Cell(redis, settings.keys, clock), Metrics(settings.class_names, settings.vllm_metrics)
+    metrics.registry.register(CellView(cell))
     opened = OpenRequests(settings.max_open, settings.retry_after_s)
     name = f"{settings.id or 'ingress'}-{uuid.uuid4().hex[:12]}"
     bounds = Bounds(settings.max_queued, settings.max_streams, settings.retry_after_s)
