@@ -125,12 +125,30 @@ def test_a_correction_makes_the_batch_smaller() -> None:
 def test_the_fastest_replica_decides_what_can_be_in_time() -> None:
     """A request that is refused because of a slow replica, or by a guess about one that nobody measured."""
     slow, fast = (LatencyModel(infer=Line(base_s=s), prefill_s_per_token=s / 10, output_tokens=10) for s in (0.2, 0.1))
-    pace = fastest([Fit(slow, 4), Fit(fast, 4)], 10)
+    stream = Stream(Slo("s"))
+    stream.arrived(stream.slo, 10, 1.0)
+    pace = fastest([Fit(slow, 1), Fit(fast, 1)], stream)
     assert pace is not None
     assert pace.latest_start_s(100.0, 10, 99, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 1.0)
     assert pace.latest_start_s(100.0, 10, 1, Slo("s", e2e_s=2.0)) == pytest.approx(102.0 - 0.1 - 0.1)
     assert pace.latest_start_s(100.0, 10, 99, Slo("s", e2e_s=0.5)) is None
     assert pace.latest_start_s(100.0, 10, 99, Slo("s", tpot_s=0.5)) is None
     assert pace.latest_start_s(100.0, 10, 99, Slo("s", ttft_s=0.5, tpot_s=0.5)) == pytest.approx(100.5 - 0.1 - 0.1)
-    assert fastest([Fit(slow, 4), Fit(None, 4)], 10) is None
-    assert fastest([], 10) is None
+    assert fastest([Fit(slow, 1), Fit(None, 1)], stream) is None
+    assert fastest([], stream) is None
+    assert fastest([Fit(fast, 1)], None) is None
+
+
+def test_what_can_be_in_time_is_judged_amid_others() -> None:
+    """A queue that under overload serves everybody at a moment that would do only for a request alone."""
+    model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.001), prefill_s_per_token=1e-3, output_tokens=10)
+    stream = Stream(Slo("s"))
+    stream.arrived(stream.slo, 50, 1.0)
+    alone, amid = fastest([Fit(model, 1)], stream), fastest([Fit(model, 16)], stream)
+    assert alone is not None
+    assert amid is not None
+    slo = Slo("s", ttft_s=1.0)
+    latest = [pace.latest_start_s(0.0, 50, 10, slo) for pace in (alone, amid)]
+    assert latest[0] == pytest.approx(1.0 - 0.05 - 0.011)
+    assert latest[1] is not None
+    assert latest[1] < 0.9

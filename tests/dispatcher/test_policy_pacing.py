@@ -165,3 +165,9 @@ def test_holding_back_never_costs_a_deadline(
         assert due == now
     else:
         assert due == now or due + service <= deadline_s + 1e-9
+
+
+def test_goodput_counts_tokens_so_long_answers_weigh_more() -> None:
+    """A batch so large that only the short eight in ten are in time, with a sixth of the tokens."""
+    shape = Shape(0.02, 48, (10.0,) * 8 + (200.0,) * 2)
+    assert serving_mode(lambda b: 0.01, shape, [Slo("s", e2e_s=3.0)], 64).b == 12

@@ -80,7 +80,7 @@ class Planner:
         self.drifts = {id_: drift for id_, drift in self.drifts.items() if id_ in ids}
         self.fits = {member.info.id: self._fit(member) for member in members}
         usable = [self.fits[member.info.id] for member in members if member.usable]
-        self.pace = fastest(usable, busiest.prompt_tokens if busiest else 0.0)
+        self.pace = fastest(usable, busiest)
 
     def _fit(self, member: Member) -> Fit:
         most, drift = member.info.infer_batch_max, self.drifts.get(member.info.id)

@@ -124,7 +124,7 @@ class Subflows:
         name = max(streams, key=lambda key: demands[key].rate, default=None)
         busiest = streams[name] if name is not None else None
         self.fits = {id_: self._fit(replica) for id_, replica in self._replicas.items()}
-        self.pace = fastest(self.fits.values(), busiest.prompt_tokens if busiest else 0.0)
+        self.pace = fastest(self.fits.values(), busiest)
         carriers = [self._carrier(replica, streams, busiest) for replica in self._replicas.values()]
         self.plan = self._balance.tick(carriers, demands)
         self._follow()

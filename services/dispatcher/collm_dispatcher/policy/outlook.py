@@ -51,10 +51,10 @@ class Fit(Struct, frozen=True):
 
 
 class Pace(Struct, frozen=True):
-    """One request alone on a replica: seconds of prefill a token, of an iteration; expected output tokens."""
+    """One request on a replica: seconds of prefill a prompt token, of an output token; expected output tokens."""
 
     prefill_s_per_token: float
-    iteration_s: float
+    token_s: float
     output_tokens: float
 
     def latest_start_s(self, arrival_s: float, prompt_tokens: int, max_tokens: int, slo: Slo) -> float | None:
@@ -63,20 +63,26 @@ class Pace(Struct, frozen=True):
         None if it has neither, or never could keep one of them: then the estimate is no ground to refuse it.
         """
         prefill_s = self.prefill_s_per_token * prompt_tokens
-        whole_s = prefill_s + min(self.output_tokens, max_tokens) * self.iteration_s
-        limits = ((slo.ttft_s, prefill_s + self.iteration_s), (slo.e2e_s, whole_s))
+        whole_s = prefill_s + min(self.output_tokens, max_tokens) * self.token_s
+        limits = ((slo.ttft_s, prefill_s + self.token_s), (slo.e2e_s, whole_s))
         slack_s = min((limit - least for limit, least in limits if limit is not None), default=-1.0)
         return arrival_s + slack_s if slack_s > 0 else None
 
 
-def fastest(fits: Iterable[Fit], prompt_tokens: float) -> Pace | None:
-    """The pace of the replica that is through first with such a prompt; None where one of them has no fit."""
+def fastest(fits: Iterable[Fit], stream: Stream | None) -> Pace | None:
+    """The pace of the replica that is through first with a request of the stream; None where one of them has no fit.
+
+    It is the pace amid half of its ideal batch. Under lasting overload the queue serves everybody at the last moment
+    there is: by the pace of a request alone, that moment is too late for all of them.
+    """
+    if stream is None:
+        return None
     paces: list[Pace] = []
     for fit in fits:
         if fit.model is None or fit.step is None:
             return None
-        paces.append(Pace(fit.scale * fit.model.prefill_s_per_token, fit.step(1), fit.model.output_tokens))
-    return min(paces, key=lambda pace: _alone_s(pace, prompt_tokens), default=None)
+        paces.append(_pace(fit.model, fit.step, fit, stream))
+    return min(paces, key=lambda pace: _whole_s(pace, stream.prompt_tokens), default=None)
 
 
 @lru_cache(maxsize=65536)
@@ -88,5 +94,13 @@ def _step_s(model: LatencyModel, train_batch: int, scale: float, b: int) -> floa
     return scale * model.iteration_s(train_batch, b)
 
 
-def _alone_s(pace: Pace, prompt_tokens: float) -> float:
-    return pace.prefill_s_per_token * prompt_tokens + pace.output_tokens * pace.iteration_s
+def _pace(model: LatencyModel, step: StepTime, fit: Fit, stream: Stream) -> Pace:
+    shape = fit.shape(stream)
+    b = max(1, fit.mode(stream).b // 2)
+    own_s = first_s(step, shape, b) - step(b)
+    stretch = own_s / shape.prefill_s if shape.prefill_s > 0 else 1.0
+    return Pace(stretch * fit.scale * model.prefill_s_per_token, token_s(step, shape, b), shape.output_tokens)
+
+
+def _whole_s(pace: Pace, prompt_tokens: float) -> float:
+    return pace.prefill_s_per_token * prompt_tokens + pace.output_tokens * pace.token_s

@@ -98,7 +98,7 @@ def largest(slo: Slo, step: StepTime, shape: Shape, most: int, share: float) -> 
 
 
 def best(slo: Slo, step: StepTime, shape: Shape, most: int) -> int:
-    """b*: of the largest batches for each attainable share, the one with the most requests in time a second.
+    """b*: of the largest batches for each attainable share, the one with the most output tokens in time a second.
 
     0 if the objective cannot be kept at all. With answers of one length it is the largest batch that keeps it.
     """
@@ -111,7 +111,8 @@ def best(slo: Slo, step: StepTime, shape: Shape, most: int) -> int:
             continue
         b = largest(slo, step, shape, most, share)
         total = service_s(step, shape, b)
-        value = share * b / total if total > 0 else share * b
+        worth = sum(shape.lengths[:level]) / levels if shape.lengths else share
+        value = worth * b / total if total > 0 else worth * b
         if value > score:
             found, score = b, value
         if b == most:
