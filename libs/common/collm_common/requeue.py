@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common import messages, streams
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.messages import Failed, Lost, Replies, Request
 from collm_common.scripts import GIVE_UP
+from collm_common.trouble import TROUBLES, fault
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ async def give_up_subflow(redis: Redis, keys: Keys, replica: str, batch: int = 2
     """
     key, count = keys.subflow(replica), 0
     give_up = GiveUp(redis, keys)
-    while rows := await redis.xrange(key, count=batch):
+    while rows := await _first(redis, key, batch):
         for entry in streams.parse(key, rows):
             try:
                 request = messages.decode_as(Request, entry.data)
@@ -49,3 +51,16 @@ async def give_up_subflow(redis: Redis, keys: Keys, replica: str, batch: int = 2
             count += await give_up(key, entry.entry_id, request.ingress, Lost(request.id, request.attempt))
         await redis.xdel(key, *[row[0] for row in rows])
     return count
+
+
+async def _first(redis: Redis, key: str, count: int) -> streams.Rows:
+    """A key of a wrong type has no requests and would keep new ones away: it is removed."""
+    try:
+        rows: streams.Rows = await redis.xrange(key, count=count)
+    except ResponseError as error:
+        if fault(error) != "WRONGTYPE":
+            raise
+        TROUBLES.skip(key, error)
+        await redis.delete(key)
+        return []
+    return rows

@@ -13,10 +13,11 @@ from redis.asyncio import Redis
 
 from collm_common.broker import AWAY, patiently
 from collm_common.clock import Clock, ticks
-from collm_common.errors import BrokerError
-from collm_common.messages import ReplicaChanged
+from collm_common.errors import BrokerError, BrokerFault
+from collm_common.messages import Event, ReplicaChanged
 from collm_common.registry import Registry
 from collm_common.requeue import give_up_subflow
+from collm_common.retry import once
 from collm_common.trouble import TROUBLES
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_replica.channel import Ready
@@ -64,7 +65,7 @@ class Presence:
             trainable=self._trainable(),
             train_rank=settings.train_rank,
         )
-        await patiently(self._start_over if first else self._write, settings.start_timeout_s)
+        await once("registry", self._start_over if first else self._write, self._clock)
         await self._announce("up", f"incarnation {self.info.incarnation}")
 
     async def down(self, why: str) -> None:
@@ -73,7 +74,7 @@ class Presence:
             return
         self.info = msgspec.structs.replace(self.info, ready=False)
         id_ = self.info.id
-        await patiently(lambda: self.registry.update(id_, ready=False), self._settings.start_timeout_s)
+        await once("registry", self._write, self._clock)
         await self._announce("restarting", why)
         lost = await patiently(lambda: give_up_subflow(self._redis, self._keys, id_), self._settings.start_timeout_s)
         log.warning("gave %d requests back", lost)
@@ -154,7 +155,14 @@ class Presence:
 
     async def _announce(self, what: str, why: str) -> None:
         event = ReplicaChanged(replica=self._settings.id, what=what, reason=why, time_s=self._clock.now())
-        await patiently(lambda: self.registry.announce(event, self._settings.id), self._settings.start_timeout_s)
+        await self.announce(event, self._settings.id, self._settings.start_timeout_s)
+
+    async def announce(self, event: Event, about: str, within_s: float) -> None:
+        """Tell the cell; a damaged stream of events costs the event. Raises BrokerError if the broker stays away."""
+        try:
+            await patiently(partial(self.registry.announce, event, about), within_s)
+        except BrokerFault as error:
+            log.error("not announced: %s", error)
 
 
 def _has_text(path: Path) -> bool:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
 from collm_common import messages
-from collm_common.broker import patiently, stop_all
+from collm_common.broker import stop_all
 from collm_common.clock import Clock
 from collm_common.errors import MessageError, ModelError
 from collm_common.messages import Aggregate, Cancel, Configure, Evaluate, LoadAdapter, TrainRound, UnloadAdapter
-from collm_common.retry import forever
+from collm_common.retry import forever, once
 from collm_common.streams import Tail
 from collm_replica.channel import (
     AnyLocal,
@@ -120,7 +119,7 @@ class Supervisor:
 
     async def _control(self) -> None:
         tail = Tail(self.redis, self.settings.keys.control(self.settings.id))
-        await patiently(tail.start, self.settings.start_timeout_s)
+        await once("control", tail.start, self.clock)
 
         async def step() -> None:
             for entry in await tail.read(CONTROL_BATCH):
@@ -221,7 +220,7 @@ class Supervisor:
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             event = failed(task, self.settings.id, reason, self.clock.now())
-            await patiently(partial(self.presence.registry.announce, event, task.job), TELL_S)
+            await self.presence.announce(event, task.job, TELL_S)
 
     async def _from_training(self, message: AnyLocal) -> None:
         match message:
