@@ -57,6 +57,7 @@ def test_only_shares_that_the_trainer_can_be_given_are_chosen() -> None:
     assert choose(training, LAW, RULES, 0.0).sizes.sm_share == 1.0
     training.model.shares = (0.3, 1.0)
     assert choose(training, LAW, RULES, 0.0).sizes.sm_share == 0.3
+    assert choose(training, LAW, RULES, 0.0, within_round=True).sizes.sm_share == 1.0
 
 
 def test_a_pace_that_is_slower_leaves_room_for_less() -> None:

@@ -29,6 +29,7 @@ from collm_common.messages import (
 from collm_common.registry import Registry
 from collm_common.settings import load
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState, Slo
+from collm_coordinator.replica_model import ReplicaModel
 from collm_coordinator.service import Coordinator
 from collm_coordinator.settings import CoordinatorSettings
 from tests.support.waiting import eventually
@@ -163,6 +164,17 @@ async def test_damaged_sizes_are_replaced_by_the_next_choice(redis: Redis, keys:
         chosen = await latency.load_sizes(redis, keys, "r1")
         assert chosen is not None
         assert chosen.train + chosen.infer <= 8
+
+
+async def test_clients_of_a_job_begin_with_different_sm_shares(redis: Redis, keys: Keys) -> None:
+    """A share that nobody ever tries, so that no law for it can be fitted."""
+    await register(redis, keys, ReplicaState.IDLE, "r1", "r2")
+    async with running(redis) as coordinator:
+        coordinator.models |= {id_: ReplicaModel(shares=(1.0, 0.3)) for id_ in ("r1", "r2")}
+        await form(redis, keys, "r1", "r2")
+        await eventually(partial(_states_are, redis, keys, ["combined", "combined"]))
+    chosen = [await latency.load_sizes(redis, keys, id_) for id_ in ("r1", "r2")]
+    assert [sizes.sm_share for sizes in chosen if sizes is not None] == [0.3, 1.0]
 
 
 async def test_samples_become_a_model_and_batch_sizes_that_keep_the_slo(redis: Redis, keys: Keys) -> None:

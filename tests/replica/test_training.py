@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -235,6 +236,26 @@ async def test_a_killed_fine_tuning_process_costs_its_task_and_nothing_else(
         await tell(redis, keys, train(steps=1))
         await hear(redis, keys.events, UpdateUploaded)
         assert (await Registry(redis, keys).replicas())["r1"].incarnation == incarnation
+
+
+async def test_another_sm_share_takes_another_process_and_loses_no_task(
+    redis: Redis, keys: Keys, broker: Broker, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share that is chosen and never in force, or a respawn that counts as a death and fails the round."""
+    monkeypatch.setenv("COLLM_REPLICA_SM_SHARES", "[0.3, 1.0]")
+    async with replica(redis, broker, model, tmp_path, monkeypatch) as supervisor:
+        first = supervisor._training.child
+        for round_, share, renewed in ((1, 0.3, True), (2, 0.3, False)):
+            task = train(round_, steps=2)
+            await tell(redis, keys, msgspec.structs.replace(task, sizes=BatchSizes(4, 4, share)))
+            await hear(redis, keys.events, UpdateUploaded, round_)
+            assert (supervisor._training.child is not first) is renewed
+            first = supervisor._training.child
+        assert {report.sizes.sm_share for report in await heard(redis, keys.telemetry, TrainReport)} == {0.3}
+        assert await heard(redis, keys.events, TaskFailed) == []
+        assert [event for event in await heard(redis, keys.events, ReplicaChanged) if event.what != "up"] == []
+        reports = await heard(redis, keys.telemetry, InferenceReport)
+        assert reports[-1].sm_shares == (0.3, 1.0)
 
 
 async def test_fine_tuning_that_is_given_up_leaves_serving_alone(

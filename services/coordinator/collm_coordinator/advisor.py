@@ -60,12 +60,16 @@ def demand_on(model: ReplicaModel, law: LatencyModel, rules: Rules, rate: float 
     return Demand(slo, prompt_tokens, queue_that_counts(slo, model.traffic.queue_s), rate)
 
 
-def choose(member: Member, law: LatencyModel, rules: Rules, rate: float) -> Choice:
-    """B, b and SM share for one replica that trains, which must carry `rate`. `law` holds at its present share."""
+def choose(member: Member, law: LatencyModel, rules: Rules, rate: float, within_round: bool = False) -> Choice:
+    """B, b and SM share for one replica that trains, which must carry `rate`. `law` holds at its present share.
+
+    Within a round the share stays: another one takes another process.
+    """
     batches = member.model.progress.fitting(range(1, rules.max_train_batch + 1))
     floor = max(1, round(rules.min_infer_share * member.infer_max))
     demand = demand_on(member.model, law, rules, rate)
-    return solve_shares(_laws(member.model, law), batches, member.infer_max, demand, _learning(member), floor)
+    laws = [law] if within_round else _laws(member.model, law)
+    return solve_shares(laws, batches, member.infer_max, demand, _learning(member), floor)
 
 
 def rate_to_carry(id_: str, members: Collection[Member], backlog: int, rules: Rules) -> float:

@@ -106,19 +106,21 @@ class Coordinator:
         if status != b"forming" or not clients:
             return
         replicas = await self._registry.replicas()
-        for id_ in clients.decode().split(","):
+        for number, id_ in enumerate(clients.decode().split(",")):
             info = replicas.get(id_)
             if info is None or info.state is not ReplicaState.IDLE:
                 continue
-            await self._configure(id_, self._first_sizes(job, info), f"first sizes for job {job}")
+            await self._configure(id_, self._first_sizes(job, info, number), f"first sizes for job {job}")
             now = self.clock.now()
             await self._registry.transition(id_, ReplicaState.IDLE, ReplicaState.COMBINED, f"job {job} starts", now)
 
-    def _first_sizes(self, job: str, info: ReplicaInfo) -> BatchSizes:
+    def _first_sizes(self, job: str, info: ReplicaInfo, number: int) -> BatchSizes:
+        """A draw; each client of a job takes another one of the SM shares, so that all are measured."""
         settings, model = self.settings, self._model(info.id)
         drawn = first_draw(f"{settings.seed} {job} {info.id}", settings.first_train_max, info.infer_batch_max)
         model.progress.start(job, drawn.train)
-        return msgspec.structs.replace(drawn, sm_share=model.share)
+        share = sorted(model.shares)[number % len(model.shares)] if model.shares else model.share
+        return msgspec.structs.replace(drawn, sm_share=share)
 
     # --- probes
 
@@ -199,7 +201,7 @@ class Coordinator:
         demand = demand_on(self._model(info.id), law, self.settings.rules)
         if not settle and known is not None and keeps_slo(law, known, demand):
             return
-        await self._decide(info, replicas, law, known, "")
+        await self._decide(info, replicas, law, known, within_round=not settle)
 
     async def _guard(self, replica: str, compared: Sequence[Comparison]) -> None:
         """The SLO is in danger if the present sizes break it at the pace that was just measured: act at once."""
@@ -215,23 +217,33 @@ class Coordinator:
         replicas = await self._registry.replicas()
         info = replicas.get(replica)
         if info is not None and info.state is ReplicaState.COMBINED:
-            await self._decide(info, replicas, pace, known, f"SLO in danger, iterations take {ratio:.2f} of the law: ")
+            why = f"SLO in danger, iterations take {ratio:.2f} of the law: "
+            await self._decide(info, replicas, pace, known, within_round=True, why=why)
 
     async def _decide(
-        self, info: ReplicaInfo, replicas: Infos, law: LatencyModel, known: BatchSizes | None, why: str
+        self,
+        info: ReplicaInfo,
+        replicas: Infos,
+        law: LatencyModel,
+        known: BatchSizes | None,
+        within_round: bool,
+        why: str = "",
     ) -> None:
         """Solve, and tell the replica if it is to change."""
         rules = self.settings.rules
         member = await self._member(info)
         members = [await self._member(peer) for peer in replicas.values() if peer.alive and peer.model == info.model]
         rate = rate_to_carry(info.id, members, await self._backlog(info.model), rules)
-        choice = choose(member, law, rules, rate)
-        if choice.sizes == known:
+        choice = choose(member, law, rules, rate, within_round)
+        sizes = choice.sizes
+        if within_round and known is not None:
+            sizes = msgspec.structs.replace(sizes, sm_share=known.sm_share)
+        if sizes == known:
             return
         if why:
             self.metrics.dangers.labels(info.id).inc()
         found = f"goodput {choice.goodput:.3g} samples/s, {choice.rate:.3g} requests/s of {rate:.3g}"
-        await self._configure(info.id, choice.sizes, why + (found if choice.feasible else "nothing keeps the SLO"))
+        await self._configure(info.id, sizes, why + (found if choice.feasible else "nothing keeps the SLO"))
 
     async def _member(self, info: ReplicaInfo) -> Member:
         accumulation = await self._accumulation(info.job) if info.job else 1

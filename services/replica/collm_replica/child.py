@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from collm_common.clock import Clock
 from collm_replica.channel import Alive, AnyLocal, Channel, Ready, ToChild
@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Child:
-    """One life of `python -m module CHANNEL_FD FDS…`, which inherits `fds` and is sent `greeting` first."""
+    """One life of `python -m module CHANNEL_FD FDS…`, which inherits `fds` and is sent `greeting` first.
+
+    `environ` is what its environment has beyond this process's.
+    """
 
     def __init__(
         self,
@@ -26,9 +29,10 @@ class Child:
         handle: Callable[[AnyLocal], Awaitable[None]],
         clock: Clock,
         greeting: ToChild | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.module, self._fds, self._handle, self._clock = module, tuple(fds), handle, clock
-        self._greeting = greeting
+        self._greeting, self._environ = greeting, {**os.environ, **(environ or {})}
         self.process: asyncio.subprocess.Process | None = None
         self.channel: Channel | None = None
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -41,7 +45,7 @@ class Child:
         ours, theirs = socket.socketpair()
         fds = (theirs.fileno(), *self._fds)
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self.module, *map(str, fds), pass_fds=fds
+            sys.executable, "-m", self.module, *map(str, fds), pass_fds=fds, env=self._environ
         )
         theirs.close()
         self.channel = await Channel.over(ours)

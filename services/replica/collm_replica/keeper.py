@@ -34,6 +34,7 @@ class Keeper:
         self._spawn, self._ready, self._died = spawn, ready, died
         self.child: Child | None = None
         self.ending = False
+        self._renewing = False
 
     async def send(self, message: ToChild) -> bool:
         """To the child that lives now; whether there was one."""
@@ -48,6 +49,12 @@ class Keeper:
             return f"no progress for {child.still_for():.0f} s"
         return "shutting down" if self.ending else ""
 
+    def renew(self) -> None:
+        """End this child for the sake of another one, which is no death. One that is about to be made stays."""
+        if self.child is not None and self.child.process is not None and self.child.process.returncode is None:
+            self._renewing = True
+            self.child.kill()
+
     async def run(self) -> None:
         """Until a wanted end (`ending`); ModelError after more deaths in a row than the limit allows."""
         deaths = 0
@@ -57,6 +64,9 @@ class Keeper:
             why = await self._live(self.child)
             if self.ending:
                 return
+            if self._renewing:
+                self._renewing = False
+                continue
             deaths = 1 if self._clock.monotonic() - started_s > STABLE_S else deaths + 1
             log.error("%s died: %s", self.child.module, why)
             await self._died(why)

@@ -9,6 +9,11 @@ from collm_common.errors import SettingsError
 VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
+def environment(share: float) -> dict[str, str]:
+    """What a process is given so that it has this share."""
+    return {VARIABLE: f"{100 * share:g}"}
+
+
 def sm_share(environ: Mapping[str, str]) -> float:
     """In (0, 1]; 1 where nothing limits it. Raises SettingsError for what is no percentage."""
     text = environ.get(VARIABLE, "100")

@@ -39,6 +39,7 @@ from collm_replica.finetune.records import check_text
 from collm_replica.keeper import Keeper
 from collm_replica.presence import Presence
 from collm_replica.settings import ReplicaSettings
+from collm_replica.sm_share import environment
 from collm_replica.tasks import Task, failed
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Supervisor:
         self._inference = Keeper(settings, clock, self._spawn_inference, self._inference_ready, self._inference_died)
         self._training = Keeper(settings, clock, self._spawn_training, self._training_ready, self._training_died)
         self._tasks: dict[str, Task] = {}
+        self._sm_share: float | None = None
+        self._held: TrainRound | None = None
         self._digests: list[asyncio.Future[str]] = []
         self._exports: list[asyncio.Future[bytes]] = []
 
@@ -134,6 +137,8 @@ class Supervisor:
         match message:
             case TrainRound() | Aggregate() | Evaluate():
                 self._tasks[messages.kind(message)] = message
+                if isinstance(message, TrainRound) and self._changes_share(message):
+                    return
                 if not await self._training.send(message):
                     await self._fail_tasks("there is no fine-tuning process")
             case Cancel() | LoadAdapter() | UnloadAdapter():
@@ -141,6 +146,8 @@ class Supervisor:
             case Configure():
                 await self._inference.send(message)
                 await self._training.send(message)
+            case messages.StopTraining() if self._held is not None and self._held.job == message.job:
+                self._held = None
             case messages.PauseTraining() | messages.ResumeTraining() | messages.StopTraining():
                 await self._training.send(message)
             case _:
@@ -199,7 +206,8 @@ class Supervisor:
             except (ModelError, TimeoutError) as error:
                 log.warning("no export of the weights yet: %s", error)
         fds = [self._weights_fd]
-        return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach)
+        own = environment(self._sm_share) if self._sm_share is not None else {}
+        return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach, environ=own)
 
     async def _export(self) -> bytes:
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -207,10 +215,23 @@ class Supervisor:
         await self._inference.send(ExportRequest())
         return await asyncio.wait_for(reply, self.settings.start_timeout_s)
 
+    def _changes_share(self, task: TrainRound) -> bool:
+        """A CUDA context keeps its share of the SMs: another one takes another process, which gets the task then."""
+        share = task.sizes.sm_share
+        if share not in self.settings.sm_shares or share == self._sm_share:
+            return False
+        self._sm_share, self._held = share, task
+        self._training.renew()
+        return True
+
     async def _training_ready(self, _: Ready) -> None:
         log.info("the fine-tuning process is ready")
+        held, self._held = self._held, None
+        if held is not None:
+            await self._training.send(held)
 
     async def _training_died(self, why: str) -> None:
+        self._held = None
         await self._inference.send(Training(batch=0))
         await self.presence.announce_finetune(why)
         await self._fail_tasks(f"the fine-tuning process died: {why}")
