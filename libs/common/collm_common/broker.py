@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import redis.exceptions as failures
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
@@ -21,6 +21,7 @@ AWAY = (failures.ConnectionError, failures.TimeoutError, failures.ResponseError,
 """The broker cannot be reached, or refuses: `trouble.fault` tells whether waiting helps."""
 BLOCK_S = 1.0
 COMMAND_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 256
 CANCEL_AGAIN_S = 0.2
 
 T = TypeVar("T")
@@ -37,9 +38,14 @@ class _Torn(AbstractConnection):  # type: ignore[misc]
 
 
 def connect(url: str) -> Redis:
-    """A client with bytes replies. A command is tried four times over about a second before it counts as failed."""
-    client = Redis.from_url(
+    """A client with bytes replies. A command is tried four times over about a second before it counts as failed.
+
+    At most MAX_CONNECTIONS commands are under way; of a larger burst each waits for its turn within its deadline.
+    """
+    pool = BlockingConnectionPool.from_url(
         url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=COMMAND_TIMEOUT_S,
         protocol=2,
         decode_responses=False,
         socket_timeout=COMMAND_TIMEOUT_S + BLOCK_S,
@@ -48,9 +54,8 @@ def connect(url: str) -> Redis:
         retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 3),
         retry_on_error=[failures.BusyLoadingError],
     )
-    pool = client.connection_pool
     pool.connection_class = type("Connection", (_Torn, pool.connection_class), {})
-    return client
+    return Redis.from_pool(pool)
 
 
 @asynccontextmanager

@@ -49,6 +49,10 @@ class Keys(Struct, frozen=True):
         """Batch sizes chosen for one replica."""
         return self._key("config", replica)
 
+    def recall(self, replica: str) -> str:
+        """Batch sizes that a replica had before the dispatcher took training back."""
+        return self._key("recall", replica)
+
     def adapter(self, name: str) -> str:
         """Hash of an adapter: current version, base model."""
         return self._key("adapter", name)

@@ -141,7 +141,11 @@ class Channel:
         data = _encoder.encode(message)
         if len(data) > MAX_FRAME_BYTES:
             raise MessageError(f"frame of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
-        self._writer.write(len(data).to_bytes(4, "big") + data)
+        try:
+            self._writer.write(len(data).to_bytes(4, "big") + data)
+        except RuntimeError as error:
+            # What asyncio calls a connection that is closed, uvloop calls a handle that is.
+            raise ConnectionResetError(str(error)) from error
         await self._writer.drain()
 
     async def receive(self) -> AnyLocal | None:

@@ -183,6 +183,11 @@ class ChatBody(Body, kw_only=True):
         """Whether the prompt stands before the answer."""
         return False
 
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        return sum(len(message.text) for message in self.messages)
+
     def conversation(self) -> list[dict[str, str]]:
         """As chat templates take it."""
         return [{"role": message.role, "content": message.text} for message in self.messages]
@@ -210,6 +215,11 @@ class CompletionBody(Body, kw_only=True):
                 code="unsupported_parameter",
             )
         return self.logprobs
+
+    @property
+    def size(self) -> int:
+        """Characters or tokens, about."""
+        return sum(len(prompt) for prompt in self.prompts())
 
     def prompts(self) -> list[str | list[int]]:
         """One or several. Raises InvalidRequest for none, an empty one, or a mixture of tokens and texts."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from collm_common.errors import InvalidRequest, PayloadTooLarge, RequestError
@@ -49,25 +50,32 @@ class Events:
         )
         self.started = False
 
-    async def send(self, chunk: dict[str, Any]) -> None:
-        """One event. Raises ConnectionResetError when the client is gone."""
-        await self.text(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+    async def send(self, *chunks: dict[str, Any]) -> None:
+        """An event each, in one piece on the line. Raises ConnectionResetError when the client is gone."""
+        if chunks:
+            await self._write(self.response.write, b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks))
 
     async def end(self) -> web.StreamResponse:
         """The last event."""
-        await self.text("[DONE]")
-        await self.response.write_eof()
+        await self._write(self.response.write_eof, _event(b"[DONE]"))
         return self.response
 
     async def text(self, data: str) -> None:
         """One event whose data is this, in one line. Raises as `send`."""
+        await self._write(self.response.write, _event(data.encode()))
+
+    async def _write(self, write: Callable[[bytes], Awaitable[None]], data: bytes) -> None:
         if not self.started:
             self.started = True
             await self.response.prepare(self._request)
         try:
             async with asyncio.timeout(self._stalled_s):
-                await self.response.write(f"data: {data}\n\n".encode())
+                await write(data)
         except TimeoutError as error:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionResetError(f"its client read nothing for {self._stalled_s:g} s") from error
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -126,15 +126,15 @@ class Routes:
     ) -> None:
         shape, shown = response.shape, dict[int, int]()
         async for index, delta in deltas:
-            if index not in shown and (first := shape.first(index)) is not None:
-                await events.send(first | self._counts(options, response))
+            chunks = [first] if index not in shown and (first := shape.first(index)) is not None else []
             offset = shown.setdefault(index, 0)
-            counts = self._counts(options, response)
             if delta.text or delta.logprobs:
-                await events.send(shape.delta(index, delta, offset) | counts)
+                chunks.append(shape.delta(index, delta, offset))
                 shown[index] += len(delta.text)
             if delta.finish is not None:
-                await events.send(shape.finish(index, delta.finish) | counts)
+                chunks.append(shape.finish(index, delta.finish))
+            counts = self._counts(options, response)
+            await events.send(*(chunk | counts for chunk in chunks))
         if options.include_usage or wants_quality:
             total = response.usage() if options.include_usage else None
             await events.send(shape.last(total, response.extension()))

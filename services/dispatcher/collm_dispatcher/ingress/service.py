@@ -34,6 +34,8 @@ from collm_dispatcher.settings import DispatcherSettings
 
 log = logging.getLogger(__name__)
 PING_S = 2.0
+BACKLOG = 1024
+"""Connections that may wait to be accepted: a burst of clients must not find the line closed."""
 ADAPTER_STORE_S = 120.0
 
 
@@ -107,7 +109,7 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
         await once("registry", cell.refresh, clock)
         loops = (cell.run(settings.refresh_s), courier.run(), courier.watch(), courier.seek(settings.silent_s))
         running.tasks = [asyncio.create_task(loop) for loop in loops]
-        await web.TCPSite(runner, settings.host, settings.port).start()
+        await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
         running.port = int(runner.addresses[0][1])
         yield running
     finally:

@@ -1,17 +1,22 @@
-"""Tokenizers of the served models; loading and encoding run in threads."""
+"""Tokenizers of the served models; they are loaded in threads, and so are long texts encoded."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from msgspec import Struct
 
 from collm_common.errors import InvalidRequest, ModelError
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+
+SHORT = 4096
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class Prompt(Struct, frozen=True):
@@ -29,7 +34,7 @@ class Tokenizing:
 
     async def prompts(self, body: ChatBody | CompletionBody) -> list[Prompt]:
         """One a conversation, one or several a completion. Raises InvalidRequest."""
-        prompts = await asyncio.to_thread(self._prompts, body)
+        prompts = await _off_loop(body.size, self._prompts, body)
         size = len(self._tokenizer)
         for prompt in prompts:
             if not prompt.tokens:
@@ -41,7 +46,7 @@ class Tokenizing:
 
     async def reference(self, text: str) -> tuple[int, ...]:
         """A reference answer: no leading specials, one EOS at the end."""
-        tokens = await asyncio.to_thread(self._encode, text, specials=False)
+        tokens = await _off_loop(len(text), partial(self._encode, specials=False), text)
         eos = self._tokenizer.eos_token_id
         return (*tokens, eos) if eos is not None else tokens
 
@@ -69,6 +74,13 @@ class Tokenizing:
     def _encode(self, text: str, *, specials: bool) -> tuple[int, ...]:
         tokens: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=specials)
         return tuple(tokens)
+
+
+async def _off_loop(characters: int, work: Callable[[A], R], argument: A) -> R:
+    """In a thread if it is long: two changes of thread take longer than a short text does."""
+    if characters <= SHORT:
+        return work(argument)
+    return await asyncio.to_thread(work, argument)
 
 
 async def load_all(models: Mapping[str, str]) -> dict[str, Tokenizing]:
