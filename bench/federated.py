@@ -106,7 +106,7 @@ class School:
         """Rounds of all clients from one adapter, with an aggregation after each."""
         course = Course([self.measure(None)])
         state: Tensors = {}
-        plan = Plan(variant.strategy, RANK, HYPER.alpha / RANK, variant.rates)
+        plan = Plan(variant.strategy, RANK, HYPER.alpha / RANK, self.steps, variant.rates)
         current: Tensors = self.trainer.fresh(HYPER, self.seed)
         for number in range(1, self.rounds + 1):
             updates = []

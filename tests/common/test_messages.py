@@ -48,7 +48,9 @@ EXAMPLES: list[m.AnyMessage] = [
         hyper=HYPER,
         deadline_s=9.0,
     ),
-    m.Aggregate(job="j", round=1, adapter="x", version=1, parent=0, clients=("r1",), hyper=HYPER, deadline_s=9.0),
+    m.Aggregate(
+        job="j", round=1, adapter="x", version=1, parent=0, clients=("r1",), steps=6, hyper=HYPER, deadline_s=9.0
+    ),
     m.Evaluate(job="j", round=1, adapter="x", version=1, hyper=HYPER, deadline_s=9.0),
     m.PauseTraining(),
     m.ResumeTraining(),

@@ -17,7 +17,7 @@ from tests.finetune.adapters import LAYERS, adapter, fresh, products, update
 def combined(
     strategy: Strategy, updates: Sequence[Update], rank: int = 4, start: dict[str, torch.Tensor] | None = None
 ) -> Aggregate:
-    return aggregate(Plan(strategy, rank, 2.0), start or fresh(rank), updates, {}, {})
+    return aggregate(Plan(strategy, rank, 2.0, 9), start or fresh(rank), updates, {}, {})
 
 
 def mean_product(updates: Sequence[Update]) -> dict[str, torch.Tensor]:
@@ -112,4 +112,4 @@ def test_nothing_to_combine_is_an_error_that_names_everyone() -> None:
     with pytest.raises(AdapterError, match="there is none"):
         combined("fedavg", [])
     with pytest.raises(AdapterError, match=r"c1: l0\.q_proj has rank 8.*r9: gone"):
-        aggregate(Plan("fedavg", 4, 2.0), fresh(4), [update(1, rank=8)], {}, {"r9": "gone"})
+        aggregate(Plan("fedavg", 4, 2.0, 9), fresh(4), [update(1, rank=8)], {}, {"r9": "gone"})

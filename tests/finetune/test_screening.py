@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collm_replica.finetune.aggregation import Plan, aggregate
-from collm_replica.finetune.screening import Update, screen
+from collm_replica.finetune.screening import Bounds, Update, screen
 from tests.finetune.adapters import adapter, fresh, update
 
 Q_A, Q_B = "l0.q_proj.lora_A.weight", "l0.q_proj.lora_B.weight"
@@ -31,6 +31,10 @@ def scaled(factor: float) -> Callable[[dict[str, torch.Tensor]], None]:
     return change
 
 
+def bounds(equal_ranks: bool) -> Bounds:
+    return Bounds(4, 2.0, 50, equal_ranks)
+
+
 POISON = {
     "nan": (changed(lambda t: t[Q_B].fill_(float("nan"))), "l0.q_proj has values that are not finite"),
     "infinite": (changed(lambda t: t[Q_A].fill_(float("inf"))), "not finite"),
@@ -43,6 +47,8 @@ POISON = {
     "flat": (changed(lambda t: t.update({Q_A: torch.ones(64)})), "do not fit"),
     "too high a rank": (msgspec.structs.replace(update(3), tensors=adapter(3, 8)), "rank 8, must be .*4"),
     "rank zero": (msgspec.structs.replace(update(3), tensors=adapter(3, 0)), "rank 0"),
+    "more steps than asked": (changed(scaled(30.0), steps=5000), "claims 5000 steps, 50 were asked"),
+    "all the weight": (msgspec.structs.replace(update(3), samples=10**15), "samples a step"),
     "another scale": (msgspec.structs.replace(update(3), scale=4.0), "alpha / rank is 4, must be 2"),
 }
 
@@ -52,7 +58,7 @@ POISON = {
 def test_a_poisoned_update_is_refused_by_name_and_changes_nothing(kind: str, strategy: str) -> None:
     """One client that ends everybody's round, or that becomes everybody's adapter."""
     poison, why = POISON[kind]
-    plan = msgspec.convert({"strategy": strategy, "rank": 4, "scale": 2.0}, Plan)
+    plan = msgspec.convert({"strategy": strategy, "rank": 4, "scale": 2.0, "steps": 50}, Plan)
     result = aggregate(plan, fresh(4), [GOOD[0], poison, GOOD[1]], {}, {})
     assert list(result.refused) == ["c3"]
     assert re.search(why, result.refused["c3"])
@@ -63,8 +69,8 @@ def test_a_poisoned_update_is_refused_by_name_and_changes_nothing(kind: str, str
 def test_a_lower_rank_is_welcome_only_where_products_are_combined() -> None:
     """An average of factors of different ranks, or a small client that is turned away for nothing."""
     small = update(3, rank=2)
-    assert screen([*GOOD, small], fresh(4), 4, 2.0, equal_ranks=False).refused == {}
-    refused = screen([*GOOD, small], fresh(4), 4, 2.0, equal_ranks=True).refused
+    assert screen([*GOOD, small], fresh(4), bounds(equal_ranks=False)).refused == {}
+    refused = screen([*GOOD, small], fresh(4), bounds(equal_ranks=True)).refused
     assert refused == {"c3": "l0.q_proj has rank 2, must be 4"}
 
 
@@ -79,12 +85,12 @@ def test_many_steps_are_no_reason_to_refuse() -> None:
         for one in GOOD
     ]
     fast = Update("c3", far, 8, 40, 2.0)
-    assert screen([*near, fast], start, 4, 2.0, equal_ranks=True).refused == {}
+    assert screen([*near, fast], start, bounds(equal_ranks=True)).refused == {}
     hasty = msgspec.structs.replace(fast, steps=1)
-    assert set(screen([*near, hasty], start, 4, 2.0, equal_ranks=True).refused) == {"c3"}
+    assert set(screen([*near, hasty], start, bounds(equal_ranks=True)).refused) == {"c3"}
 
 
 def test_clients_that_changed_nothing_are_no_reason_to_refuse_the_others() -> None:
     """A limit of zero that everyone who learnt something is over."""
     still = [Update(f"s{n}", fresh(4), 8, 5, 2.0) for n in range(2)]
-    assert screen([*still, GOOD[0]], fresh(4), 4, 2.0, equal_ranks=True).refused == {}
+    assert screen([*still, GOOD[0]], fresh(4), bounds(equal_ranks=True)).refused == {}

@@ -154,11 +154,12 @@ class Cell:
         return standing == ({SERVER} if self.replicas[SERVER].phase == "aggregation" else set(IDS))
 
     async def ended(self) -> str | None:
-        heard = [event for event in await events(self.redis, self.keys) if isinstance(event, JobChanged)]
+        told = await once_more(lambda: events(self.redis, self.keys))
+        heard = [event for event in told if isinstance(event, JobChanged)]
         return next((event.status for event in heard if event.status in ("done", "failed")), None)
 
     async def all_serve(self) -> bool:
-        infos = (await Registry(self.redis, self.keys).replicas()).values()
+        infos = (await once_more(Registry(self.redis, self.keys).replicas)).values()
         return all(info.state is ReplicaState.SERVING and not info.job for info in infos if info.alive)
 
     def _serve(self, name: str) -> None:
@@ -190,11 +191,11 @@ async def test_a_kill_in_any_phase_costs_neither_the_job_nor_a_replica(
 ) -> None:
     """A job that hangs, a replica that is never given back, or a version that is published half written."""
     async with cell(own_broker, keys, phase) as one:
-        await eventually(one.stands)
+        await eventually(one.stands, within_s=40)
         await one.kill(victim)
         one.go_on()
-        await eventually(one.ended)
-        await eventually(one.all_serve)
+        await eventually(one.ended, within_s=40)
+        await eventually(one.all_serve, within_s=40)
         assert await one.ended() == "done"
         heard = await events(one.redis, keys)
         published = [event.version for event in heard if isinstance(event, AdapterPublished)]

@@ -149,7 +149,15 @@ async def test_a_round_from_training_to_the_published_version(
             redis,
             keys,
             Aggregate(
-                job="j1", round=1, adapter="desk", version=1, parent=0, clients=("r1",), hyper=HYPER, deadline_s=1e12
+                job="j1",
+                round=1,
+                adapter="desk",
+                version=1,
+                parent=0,
+                clients=("r1",),
+                steps=6,
+                hyper=HYPER,
+                deadline_s=1e12,
             ),
         )
         aggregated = (await hear(redis, keys.events, Aggregated))[0]
@@ -203,7 +211,15 @@ async def test_a_task_that_cannot_be_done_is_reported_with_its_reason(
             redis,
             keys,
             Aggregate(
-                job="j1", round=1, adapter="desk", version=1, parent=0, clients=("r9",), hyper=HYPER, deadline_s=1e12
+                job="j1",
+                round=1,
+                adapter="desk",
+                version=1,
+                parent=0,
+                clients=("r9",),
+                steps=6,
+                hyper=HYPER,
+                deadline_s=1e12,
             ),
         )
         failed = await hear(redis, keys.events, TaskFailed, count=3)
@@ -283,7 +299,15 @@ async def test_a_restarted_inference_process_finds_the_weights_and_the_adapter(
         await tell(redis, keys, train(steps=1))
         await hear(redis, keys.events, UpdateUploaded)
         aggregate = Aggregate(
-            job="j1", round=1, adapter="desk", version=1, parent=0, clients=("r1",), hyper=HYPER, deadline_s=1e12
+            job="j1",
+            round=1,
+            adapter="desk",
+            version=1,
+            parent=0,
+            clients=("r1",),
+            steps=6,
+            hyper=HYPER,
+            deadline_s=1e12,
         )
         await tell(redis, keys, aggregate)
         await hear(redis, keys.events, Aggregated)

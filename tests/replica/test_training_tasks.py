@@ -82,7 +82,7 @@ def training(job: str) -> TrainRound:
 
 def aggregation(clients: tuple[str, ...], **changes: Any) -> Aggregate:
     made = Aggregate(
-        job="j", round=1, adapter="desk", version=1, parent=0, clients=clients, hyper=HYPER, deadline_s=1e12
+        job="j", round=1, adapter="desk", version=1, parent=0, clients=clients, steps=6, hyper=HYPER, deadline_s=1e12
     )
     return msgspec.structs.replace(made, **changes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 from pathlib import Path
@@ -234,7 +235,9 @@ class TrainingTasks:
         if start is None:
             start = await asyncio.to_thread(self.trainer.fresh, task.hyper, task.seed)
         state = await self._exchange.state(task)
-        plan = Plan(task.strategy, task.hyper.rank, task.hyper.alpha / task.hyper.rank, task.rates)
+        plan = Plan(
+            task.strategy, task.hyper.rank, task.hyper.alpha / task.hyper.rank, task.steps or math.inf, task.rates
+        )
         result = await asyncio.to_thread(aggregate, plan, start, updates, state, refused)
         await self._exchange.store(task, result.tensors, result.state)
         event = Aggregated(

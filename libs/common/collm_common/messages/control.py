@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from collm_common.messages.base import Message, RequestId
-from collm_common.types import BatchSizes, Count, Fraction, Name, Positive, Rank, Strategy
+from collm_common.types import AtLeastOne, BatchSizes, Count, Fraction, Name, Positive, Rank, Strategy
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -104,7 +104,7 @@ class TrainRound(Message, frozen=True, kw_only=True, tag="train_round"):
 class Aggregate(Message, frozen=True, kw_only=True, tag="aggregate"):
     """For the server replica: combine the clients' updates of `parent` into `version`, a candidate until published.
 
-    `seed` is the job's: it makes the fresh weights that version 0 stands for.
+    `steps` is what each client was asked for; the job's `seed` makes the fresh weights that version 0 stands for.
     """
 
     job: Name
@@ -113,6 +113,7 @@ class Aggregate(Message, frozen=True, kw_only=True, tag="aggregate"):
     version: Annotated[int, Meta(ge=1)]
     parent: Count
     clients: tuple[Name, ...]
+    steps: AtLeastOne | None = None
     strategy: Strategy = "fedavg"
     rates: ServerRates = ServerRates()
     seed: Count = 0

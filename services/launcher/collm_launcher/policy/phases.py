@@ -69,6 +69,7 @@ def aggregate(job: Job, now: float) -> list[Action]:
         version=job.candidate,
         parent=job.version,
         clients=tuple(sorted(job.uploads)),
+        steps=job.rules.steps,
         strategy=job.rules.strategy,
         rates=job.rules.rates,
         seed=job.seed,

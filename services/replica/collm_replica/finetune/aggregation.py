@@ -12,16 +12,20 @@ from collm_common.messages import ServerRates
 from collm_common.types import Strategy
 from collm_replica.finetune import lowrank
 from collm_replica.finetune.lowrank import Tensors
-from collm_replica.finetune.screening import Update, screen
+from collm_replica.finetune.screening import Bounds, Update, screen
 from collm_replica.finetune.strategies import STRATEGIES, terms_of
 
 
 class Plan(Struct, frozen=True):
-    """How to combine: the result's `rank`, and the `scale` alpha / rank that all must share, as it is in no factor."""
+    """How to combine: the result's `rank`, and the `scale` alpha / rank that all must share, as it is in no factor.
+
+    No client was asked for more than `steps`.
+    """
 
     strategy: Strategy
     rank: int
     scale: float
+    steps: float
     rates: ServerRates = ServerRates()
 
 
@@ -44,7 +48,7 @@ def aggregate(
 
     Raises AdapterError, which names every client, if no update can be used.
     """
-    screened = screen(updates, start, plan.rank, plan.scale, equal_ranks=plan.strategy != "product")
+    screened = screen(updates, start, Bounds(plan.rank, plan.scale, plan.steps, plan.strategy != "product"))
     refused = {**refused, **screened.refused}
     if not screened.accepted:
         why = "; ".join(f"{client}: {reason}" for client, reason in sorted(refused.items()))

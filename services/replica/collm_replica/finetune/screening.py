@@ -15,6 +15,8 @@ from collm_replica.finetune.lowrank import Tensors
 
 NORM_LIMIT = 10.0
 """How much longer than the median client's an update may be, by optimiser step."""
+WEIGHT_LIMIT = 64.0
+"""How many times the median client's samples one may claim, by optimiser step: batch sizes differ, but not so far."""
 
 
 class Update(Struct, frozen=True):
@@ -27,6 +29,15 @@ class Update(Struct, frozen=True):
     scale: float
 
 
+class Bounds(Struct, frozen=True):
+    """What every update of a round must keep: `rank` is the largest allowed, or the only one; `steps` the most."""
+
+    rank: int
+    scale: float
+    steps: float
+    equal_ranks: bool
+
+
 class Screened(Struct, frozen=True):
     """`refused` maps clients to the reason."""
 
@@ -34,28 +45,34 @@ class Screened(Struct, frozen=True):
     refused: Mapping[str, str]
 
 
-def screen(updates: Sequence[Update], start: Tensors, rank: int, scale: float, equal_ranks: bool) -> Screened:
-    """Updates that fit the round's `start` and each other; `rank` is the largest allowed, or the only one."""
+def screen(updates: Sequence[Update], start: Tensors, bounds: Bounds) -> Screened:
+    """Updates that fit the round's `start` and each other."""
     refused: dict[str, str] = {}
     for update in updates:
         try:
-            _check(update, start, rank, scale, equal_ranks)
+            _check(update, start, bounds)
         except AdapterError as error:
             refused[update.client] = str(error)
     fit = [update for update in updates if update.client not in refused]
     lengths = {update.client: _length(update, start) / update.steps for update in fit}
+    weights = {update.client: update.samples / update.steps for update in fit}
     # The low median: of two clients the quieter one is believed.
-    limit = NORM_LIMIT * median_low(lengths.values()) if lengths else 0.0
+    longest = NORM_LIMIT * median_low(lengths.values()) if lengths else 0.0
+    heaviest = WEIGHT_LIMIT * median_low(weights.values()) if weights else 0.0
     for client, length in lengths.items():
-        if not math.isfinite(length) or length > limit > 0:
-            refused[client] = f"its change a step has norm {length:.3g}, over the limit of {limit:.3g}"
+        if not math.isfinite(length) or length > longest > 0:
+            refused[client] = f"its change a step has norm {length:.3g}, over the limit of {longest:.3g}"
+        elif weights[client] > heaviest:
+            refused[client] = f"it claims {weights[client]:.3g} samples a step, over the limit of {heaviest:.3g}"
     return Screened(tuple(update for update in fit if update.client not in refused), refused)
 
 
-def _check(update: Update, start: Tensors, rank: int, scale: float, equal_ranks: bool) -> None:
+def _check(update: Update, start: Tensors, bounds: Bounds) -> None:
     """Raises AdapterError."""
-    if not math.isclose(update.scale, scale, rel_tol=1e-6):
-        raise AdapterError(f"alpha / rank is {update.scale:g}, must be {scale:g}")
+    if not math.isclose(update.scale, bounds.scale, rel_tol=1e-6):
+        raise AdapterError(f"alpha / rank is {update.scale:g}, must be {bounds.scale:g}")
+    if update.steps > bounds.steps:
+        raise AdapterError(f"it claims {update.steps} steps, {bounds.steps:g} were asked for")
     if odd := set(update.tensors) ^ set(start):
         raise AdapterError(f"{min(odd)} is missing, or no tensor of this adapter")
     for layer in lowrank.layers(start):
@@ -65,8 +82,9 @@ def _check(update: Update, start: Tensors, rank: int, scale: float, equal_ranks:
         if (b.shape[0], a.shape[1]) != (own_b.shape[0], own_a.shape[1]):
             shapes = f"[{b.shape[0]}, {a.shape[1]}], must be [{own_b.shape[0]}, {own_a.shape[1]}]"
             raise AdapterError(f"{layer}: the product of B and A is {shapes}")
-        if not 1 <= a.shape[0] <= rank or (equal_ranks and a.shape[0] != rank):
-            raise AdapterError(f"{layer} has rank {a.shape[0]}, must be {'' if equal_ranks else 'at most '}{rank}")
+        if not (bounds.rank if bounds.equal_ranks else 1) <= a.shape[0] <= bounds.rank:
+            allowed = f"{'' if bounds.equal_ranks else 'at most '}{bounds.rank}"
+            raise AdapterError(f"{layer} has rank {a.shape[0]}, must be {allowed}")
         if not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterError(f"{layer} has values that are not finite")
 
