@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from collm_common.messages import Delta, Request
 from collm_common.types import SamplingParams, Slo
@@ -91,7 +91,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     folder = resolve(arguments.model or demo_model(), arguments.cache)
-    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference.train(False)
     served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = EngineConfig(max_batch=BATCH, step_tokens=BATCH * PROMPT, max_waiting=2 * max(QUEUES))
     engine = Engine(served, load_tokenizer(folder), config)

@@ -8,6 +8,7 @@ import torch
 
 from collm_replica import adapters, weights
 from collm_replica.engine.engine import Engine
+from collm_replica.engine.transfer import upload_all
 from collm_replica.finetune.trainer import Trainer
 from collm_replica.inference import Loadout, engine_config
 from collm_replica.models import load_tokenizer, resolve, skeleton
@@ -60,6 +61,6 @@ def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
         utilisation=utilisation_of(device),
         digest=lambda: weights.digest(views),
         export=export,
-        decode=adapters.decode,
-        read_file=adapters.read_file,
+        decode=lambda data, manifest: upload_all(adapters.decode(data, manifest), model.device),
+        read_file=lambda path: upload_all(adapters.read_file(path), model.device),
     )

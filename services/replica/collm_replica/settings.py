@@ -16,7 +16,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     """`model` is a local Hugging Face folder, a hub name or a GGUF file; `served_name` what clients call it.
 
     `sm_shares` are the shares of the GPU's SMs that fine-tuning may be given (needs MPS); none leaves it as it is.
-    `fused` runs decode steps as CUDA graphs of fused kernels, one step ahead of the host; it needs a GPU.
+    `fused` runs decode steps as CUDA graphs of fused kernels, one step ahead of the host; where there is a GPU.
     An engine without progress is reported unhealthy after `unhealthy_s` seconds and replaced after `stall_s`.
     """
 
@@ -41,7 +41,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     max_rank: AtLeastOne = 16
     train_rank: Rank = 1024
     threads: AtLeastOne = 1
-    fused: bool = False
+    fused: bool = True
     sm_shares: tuple[Share, ...] = ()
     finetune_nice: Annotated[int, Meta(ge=0, le=19)] = 10
 

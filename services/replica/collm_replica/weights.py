@@ -202,10 +202,15 @@ class DeviceWeights:
 
     def export(self) -> bytes:
         """What another process needs to attach; one export for one consumer, which must not be another thread."""
-        from torch.multiprocessing import reductions
+        return export(self.flat, self.manifest)
 
-        reduce_tensor: Any = reductions.reduce_tensor
-        return pickle.dumps((reduce_tensor(self.flat), msgspec.msgpack.encode(self.manifest)))
+
+def export(flat: torch.Tensor, manifest: Manifest) -> bytes:
+    """For `attach_device`."""
+    from torch.multiprocessing import reductions
+
+    reduce_tensor: Any = reductions.reduce_tensor
+    return pickle.dumps((reduce_tensor(flat), msgspec.msgpack.encode(manifest)))
 
 
 def attach_device(exported: bytes) -> tuple[dict[str, torch.Tensor], Manifest]:

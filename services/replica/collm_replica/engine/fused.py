@@ -113,7 +113,7 @@ class FusedOperators(Operators):
             query, cache.keys[layer.index], cache.values[layer.index], tables, tables.stride(0), decodes.positions,
             out, part, stat, layer.scale, H=heads, KV=layer.kv_heads, D=size, BLOCK=cache.block_tokens,
             WINDOW=layer.window or 0, SPLITS=splits, G=kernels.power_of_two(heads // layer.kv_heads), BN=TILE,
-            num_warps=4, num_stages=3,
+            num_warps=2, num_stages=3,
         )  # fmt: skip
         if splits > 1:
             kernels.combine[count * heads,](part, stat, out, D=size, SPLITS=splits, num_warps=2)

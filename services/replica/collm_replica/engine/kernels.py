@@ -2,6 +2,8 @@
 
 LoRA enters as its second product: `low` `[T, slots, parts, rank]` is the first one's result, `b` `[slots, rank, out]`
 the factors, and a token's own slot is selected on the way in. T is the number of tokens everywhere.
+
+They round where the reference rounds, so that both choose the same tokens.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -40,6 +42,12 @@ def _factors(b, columns, valid, OUT: tl.constexpr, SR: tl.constexpr, K: tl.const
     """`[K, columns]` of all slots."""
     k = tl.arange(0, K)
     return tl.load(b + k[:, None] * OUT + columns[None, :], mask=(k < SR)[:, None] & valid[None, :], other=0.0)
+
+
+@triton.jit
+def _rounded(value, like):
+    """To the precision of what `like` points to, and back."""
+    return value.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -84,8 +92,9 @@ def add_lora(
         _low(low, low_stride, slots, tokens, here, 0, 1, RANK, SR, K), _factors(b, columns, inside, OUT, SR, K)
     )
     rows = tokens.to(tl.int64)[:, None]
+    update += tl.load(y + rows * y_stride + columns[None, :], mask=valid, other=0.0).to(tl.float32)
     value = tl.load(x + rows * OUT + columns[None, :], mask=valid, other=0.0).to(tl.float32)
-    value += tl.load(y + rows * y_stride + columns[None, :], mask=valid, other=0.0).to(tl.float32) + update
+    value += _rounded(update, x)
     tl.store(total + rows * OUT + columns[None, :], value, mask=valid)
 
 
@@ -123,7 +132,9 @@ def gated(
             _low(low, low_stride, slots, tokens, here, 1, 2, RANK, SR, K),
             _factors(b, HALF + columns, inside, 2 * HALF, SR, K),
         )
-    tl.store(z + rows * HALF + columns[None, :], gate * tl.sigmoid(gate) * up, mask=valid)
+        gate, up = _rounded(gate, y), _rounded(up, y)
+    act = _rounded(gate * tl.sigmoid(gate), y)
+    tl.store(z + rows * HALF + columns[None, :], act * up, mask=valid)
 
 
 @triton.jit
@@ -173,17 +184,19 @@ def heads(
         every = at >= 0
         one += tl.dot(mine, _factors(b, first, every, (H + 2 * KV) * D, SR, K))
         two += tl.dot(mine, _factors(b, second, every, (H + 2 * KV) * D, SR, K))
+        one, two = _rounded(one, y), _rounded(two, y)
     if head < H + KV:
         if NORM:
             weight = q_norm if head < H else k_norm
             scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(two * two, 1)) / D + eps)[:, None]
             one = one * scale * tl.load(weight + at).to(tl.float32)[None, :]
             two = two * scale * tl.load(weight + HALF + at).to(tl.float32)[None, :]
+            one, two = _rounded(one, y), _rounded(two, y)
         angle = rows * D + at[None, :]
         c = tl.load(cos + angle, mask=here[:, None], other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=here[:, None], other=0.0).to(tl.float32)
-        turned = one * c - two * s
-        two = two * c + one * s
+        turned = _rounded(one * c, y) - _rounded(two * s, y)
+        two = _rounded(two * c, y) + _rounded(one * s, y)
         one = turned
     if head < H:
         out = query + (rows * H + head) * D + at[None, :]

@@ -70,6 +70,7 @@ class SlotBank:
             sides.setdefault(module, {})[side] = tensor
         if not sides:
             raise AdapterError("the adapter has no tensors")
+        _check_finite(tensors)
         for module, pair in sides.items():
             if len(pair) < 2:
                 missing = "B" if "A" in pair else "A"
@@ -88,5 +89,13 @@ class SlotBank:
         want = (rank, base.in_features) if side == "A" else (base.out_features, rank)
         if tuple(tensor.shape) != want:
             raise AdapterError(f"tensor {name} has shape {tuple(tensor.shape)}, not {want}")
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        if not tensor.is_floating_point():
             raise AdapterError(f"tensor {name} has values that are not finite numbers")
+
+
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """One wait for the device, however many tensors there are."""
+    if bool(torch.isfinite(torch.nn.utils.get_total_norm(list(tensors.values()), torch.inf))):
+        return
+    name = next(name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
+    raise AdapterError(f"tensor {name} has values that are not finite numbers")

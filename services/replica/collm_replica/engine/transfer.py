@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,20 @@ def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def upload_all(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies beside the work that the device is at; for any thread. Returns when they are there."""
+    if device.type != "cuda":
+        return dict(tensors)
+    make: Any = torch.cuda.Stream
+    stream = make(device)
+    with torch.cuda.stream(stream):
+        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    stream.synchronize()
+    for tensor in moved.values():
+        tensor.record_stream(torch.cuda.default_stream(device))
+    return moved
 
 
 class Download:
