@@ -73,9 +73,11 @@ async def test_damaged_rows_count_as_none_and_are_repaired_by_the_next_write(red
     await latency.save_sizes(redis, keys, "r1", BatchSizes(1, 4), "test")
     await redis.hset(keys.config("r2"), mapping={"train": "x", "infer": "4"})
     await redis.set(keys.config("r3"), "x")
+    await redis.hset(keys.config("r2"), "beside", "of another service")
     before = TROUBLES.faults.copy()
     assert await latency.sizes_of(redis, keys, ["r1", "r2", "r3", "r4"]) == {"r1": BatchSizes(1, 4)}
     assert TROUBLES.faults - before == {"DAMAGED": 1, "WRONGTYPE": 1}
     for id_ in ("r2", "r3"):
         await latency.save_sizes(redis, keys, id_, BatchSizes(2, 3), "test")
         assert await latency.load_sizes(redis, keys, id_) == BatchSizes(2, 3)
+    assert await redis.hget(keys.config("r2"), "beside") == b"of another service"

@@ -10,10 +10,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common.errors import MessageError
 from collm_common.keys import Keys
-from collm_common.trouble import readable
+from collm_common.trouble import fault, readable
 from collm_common.types import BatchSizes
 
 TermName = Literal["B", "log2(1+B)", "B/(B+k)", "min(B,k)"]
@@ -115,7 +116,7 @@ def from_hash(row: dict[bytes, bytes]) -> LatencyModel:
 
 async def save(redis: Redis, keys: Keys, replica: str, model: LatencyModel) -> None:
     """Replace `latency:{replica}`."""
-    await _replace(redis, keys.latency(replica), to_hash(model))
+    await _write(redis, keys.latency(replica), to_hash(model))
 
 
 async def load(redis: Redis, keys: Keys, replica: str) -> LatencyModel | None:
@@ -125,9 +126,9 @@ async def load(redis: Redis, keys: Keys, replica: str) -> LatencyModel | None:
 
 
 async def save_sizes(redis: Redis, keys: Keys, replica: str, sizes: BatchSizes, reason: str) -> None:
-    """Replace `config:{replica}`; the reason is for people."""
+    """The fields of `config:{replica}`; what others keep beside them stays. The reason is for people."""
     values = {"train": str(sizes.train), "infer": str(sizes.infer), "sm_share": str(sizes.sm_share), "reason": reason}
-    await _replace(redis, keys.config(replica), values)
+    await _write(redis, keys.config(replica), values)
 
 
 def sizes_from_hash(row: dict[bytes, bytes]) -> BatchSizes | None:
@@ -166,9 +167,12 @@ def read_model(replica: str, row: dict[bytes, bytes] | Exception) -> LatencyMode
     return readable(from_hash, f"latency of {replica}", row)
 
 
-async def _replace(redis: Redis, key: str, values: dict[str, Any]) -> None:
-    """Whatever was there, of whatever type."""
-    async with redis.pipeline(transaction=True) as pipe:
-        pipe.delete(key)
-        pipe.hset(key, mapping=values)
-        await pipe.execute()
+async def _write(redis: Redis, key: str, values: dict[str, Any]) -> None:
+    """Fields of a hash; a key of another type makes room for it."""
+    try:
+        await redis.hset(key, mapping=values)
+    except ResponseError as error:
+        if fault(error) != "WRONGTYPE":
+            raise
+        await redis.delete(key)
+        await redis.hset(key, mapping=values)
