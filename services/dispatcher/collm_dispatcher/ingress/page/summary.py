@@ -27,6 +27,7 @@ from collm_dispatcher.ingress.page.view import (
 )
 
 TIMELINE_S = 900.0
+LEAST_S = 120.0
 RATE_S = 300.0
 BIN_S = 5.0
 FRESH_S = 10.0
@@ -54,8 +55,8 @@ def summary(known: Known, now_s: float) -> View:
     events = [message for message in known.events if isinstance(message, Event)]
     last = latest(reports)
     points = measured(reports)
-    since_s = now_s - TIMELINE_S
     infos = [member.info for member in known.members.values()]
+    since_s = begin(events, now_s)
     return View(
         time_s=now_s,
         since_s=since_s,
@@ -73,6 +74,12 @@ def summary(known: Known, now_s: float) -> View:
         ],
         news=[News(event.time_s, kind(event), event_line(event)) for event in events[: -NEWS - 1 : -1]],
     )
+
+
+def begin(events: Sequence[Event], now_s: float) -> float:
+    """Where the timeline begins: at the oldest event that is kept, within bounds."""
+    oldest_s = events[0].time_s if events else now_s
+    return min(now_s - LEAST_S, max(now_s - TIMELINE_S, oldest_s))
 
 
 def rate(reports: Iterable[InferenceReport], now_s: float) -> Curve:

@@ -43,7 +43,7 @@ function scales(lists, { from, top } = {}) {
   const left = Math.min(...xs), right = Math.max(...xs);
   let low = from ?? Math.min(...ys), high = top ?? Math.max(...ys);
   if (high - low < 1e-9) high = low + (Math.abs(low) || 1);
-  if (top === undefined) { const room = (high - low) * 0.08; high += room; if (from === undefined) low -= room; }
+  if (top === undefined) { const room = (high - low) * 0.08; high += room; if (from === undefined) low = low < 0 ? low - room : Math.max(0, low - room); }
   const within = (value) => Math.min(H, Math.max(0, value));
   return {
     x: (value) => round(right > left ? ((value - left) / (right - left)) * W : W / 2),

@@ -137,7 +137,7 @@ function timeline(view) {
         }, (each.to_s - Math.max(each.from_s, view.since_s)) / whole > 0.16 ? each.state : "")),
         marks()))),
     h("div", { class: "lane axis", "aria-hidden": "true" }, h("span", {}),
-      h("div", {}, ["15 min ago", "10", "5", "now"].map((text) => h("small", {}, text)))),
+      h("div", {}, [1, 2 / 3, 1 / 3].map((part) => `${span(part * whole)} ago`).concat("now").map((text) => h("small", {}, text)))),
     h("ul", { class: "legend" }, STATES.map((state) => h("li", {}, h("i", { class: `box ${state}` }), state)),
       h("li", {}, h("i", { class: "published" }), "a version is published")));
 }
