@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PARTS := libs/common services/dispatcher services/replica services/launcher services/coordinator tools
 CODE := $(PARTS) tests scripts bench
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py
+POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py,*/probing.py,*/laws.py,*/drift.py,*/objectives.py,*/progress.py,*/traffic.py,*/split.py,*/advisor.py,*/comparison.py
 
 .PHONY: help demo test lint type unit bench chaos soak compose-test reproduce clean
 

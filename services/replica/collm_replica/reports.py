@@ -14,7 +14,7 @@ from collm_common.types import BatchSizes
 from collm_replica.channel import Training
 from collm_replica.engine.protocol import InferenceEngine, StepResult
 from collm_replica.settings import ReplicaSettings
-from collm_replica.telemetry import Utilisation, Window
+from collm_replica.telemetry import OwnWork, Utilisation, Window
 from collm_replica.versions import Versions
 
 MAX_ANSWERED = 64
@@ -35,6 +35,7 @@ class Reports:
         self._settings, self._redis, self._clock = settings, redis, clock
         self._engine, self._versions, self._utilisation = engine, versions, utilisation
         self._registry = Registry(redis, settings.keys)
+        self._own_work = OwnWork(utilisation)
         self._window = Window(clock.monotonic())
         self.training = Training(batch=0)
 
@@ -70,11 +71,12 @@ class Reports:
             return
         window, self._window = self._window, Window(self._clock.monotonic())
         busy, mean_batch = window.fractions(self._window.start_s)
+        beside_training = self.training.batch > 0 or any(sizes.train for sizes in window.iterations)
         report = InferenceReport(
             replica=self._settings.id,
             state=info.state,
             time_s=now,
-            utilisation=self._utilisation.read(busy),
+            utilisation=self._own_work.read(busy, beside_training),
             memory_bytes=self._utilisation.memory_bytes(),
             queue=self._engine.waiting,
             running=self._engine.running,

@@ -86,8 +86,28 @@ class BusyGpuUtilisation:
         return int(total - free)
 
 
+LEAST_BUSY, SMOOTHING = 0.1, 0.3
 GPU_DECODE_OCCUPANCY = 0.6
 """SM activity of back-to-back decode steps of 64 sequences of an 8B model on an H200, measured by GPM."""
+
+
+class OwnWork:
+    """The inference process's part of the work: counters of the device do not tell it from the trainer's.
+
+    How much work a busy second is, it learns while nothing is trained; beside training it is at most that much.
+    """
+
+    def __init__(self, source: Utilisation) -> None:
+        self._source, self._work_per_busy = source, 1.0
+
+    def read(self, busy_fraction: float, beside_training: bool) -> float:
+        """In 0..1, since the last call."""
+        work = self._source.read(busy_fraction)
+        if beside_training:
+            return min(work, busy_fraction * self._work_per_busy)
+        if busy_fraction >= LEAST_BUSY:
+            self._work_per_busy += SMOOTHING * (work / busy_fraction - self._work_per_busy)
+        return work
 
 
 def utilisation_of(device: str) -> Utilisation:

@@ -288,6 +288,8 @@ class TrainingTasks:
             samples=step.samples,
             loss=step.loss,
             noise_scale=step.noise_scale,
+            memory_bytes=step.peak_bytes,
+            memory_limit_bytes=step.limit_bytes,
         )
         await patiently(lambda: post.report(self.redis, self.keys, report), PATIENCE_S)
 

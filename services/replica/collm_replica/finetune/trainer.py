@@ -29,6 +29,7 @@ class StepReport(Struct, frozen=True):
     """One optimiser step. `step` counts from 1 in this round; `loss` is the mean over its tokens (nats).
 
     `batch` is B at its end, `micro_step_s` the mean duration of the micro-steps of that B, `samples` those of all.
+    `peak_bytes` of at most `limit_bytes` is GPU memory of this process beyond the shared weights; 0 on a CPU.
     """
 
     step: int
@@ -37,6 +38,8 @@ class StepReport(Struct, frozen=True):
     batch: int
     samples: int
     noise_scale: float | None
+    peak_bytes: int = 0
+    limit_bytes: int = 0
 
 
 class Trainer:
@@ -175,6 +178,15 @@ class Trainer:
     def _begin_step(self) -> None:
         self._gradients = GradientSum(self._lora.parameters)
         self._durations: list[tuple[int, float]] = []
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def _memory(self) -> tuple[int, int]:
+        """(most memory that this step had allocated, what it could have had: its own and what is free), bytes."""
+        if self._device.type != "cuda":
+            return 0, 0
+        free, _ = torch.cuda.mem_get_info()
+        return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved() + free
 
     def _backward(self, samples: list[Sample]) -> float | None:
         """Add the samples' gradient; its duration in seconds, or None when they do not fit on the GPU."""
@@ -211,6 +223,7 @@ class Trainer:
         self._step += 1
         batch = self._durations[-1][0]
         durations_s = [duration_s for size, duration_s in self._durations if size == batch]
+        peak_bytes, limit_bytes = self._memory()
         report = StepReport(
             step=self._step,
             loss=self._gradients.loss / self._gradients.tokens,
@@ -218,6 +231,8 @@ class Trainer:
             batch=batch,
             samples=self._gradients.samples,
             noise_scale=self.noise.value,
+            peak_bytes=peak_bytes,
+            limit_bytes=limit_bytes,
         )
         self._begin_step()
         self.done = self._step >= self._task.steps
