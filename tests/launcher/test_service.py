@@ -86,6 +86,35 @@ async def test_idle_replicas_train_two_rounds_and_the_adapter_is_published(redis
     assert all(event.reason for event in told if isinstance(event, StateChanged | JobChanged))
 
 
+async def test_a_job_that_a_client_wants_is_run_once_under_its_id(redis: Redis, keys: Keys) -> None:
+    """A wanted job that waits for ever, runs again and again, or that its client cannot find."""
+    await redis.hset(keys.wanted(MODEL), "asked", "ftjob-1")
+    async with replicas(redis, keys), running(launcher(redis, adapters={}), coordinator(redis)):
+        await eventually(lambda: _field(redis, keys.job("ftjob-1"), "status", b"done"))
+        await eventually(lambda: all_in(redis, keys, SERVING))
+        assert await redis.hgetall(keys.wanted(MODEL)) == {}
+        assert await redis.hget(keys.adapter("asked"), "version") == b"2"
+    told = [event for event in await events(redis, keys) if isinstance(event, JobChanged)]
+    assert {event.job for event in told} == {"ftjob-1"}
+
+
+async def test_a_cancelled_job_lets_its_clients_go(redis: Redis, keys: Keys) -> None:
+    """A job that goes on although its client has given it up, or replicas that never serve again."""
+    await redis.hset(keys.wanted(MODEL), "asked", "ftjob-1")
+    async with replicas(redis, keys) as members, running(launcher(redis, adapters={}), coordinator(redis)):
+        for member in members:
+            member.going.clear()
+        await eventually(lambda: rounds_heard(members, 1))
+        await redis.hset(keys.job("ftjob-1"), "cancel", 1)
+        await eventually(lambda: _field(redis, keys.job("ftjob-1"), "status", b"failed"))
+        await eventually(lambda: all_in(redis, keys, SERVING))
+        assert await redis.hgetall(keys.wanted(MODEL)) == {}
+
+
+async def _field(redis: Redis, key: str, name: str, wanted: bytes) -> bool:
+    return bool(await redis.hget(key, name) == wanted)
+
+
 async def test_a_round_begins_with_the_sizes_that_the_coordinator_drew(redis: Redis, keys: Keys) -> None:
     """Clients that train at a default because two services race."""
     async with replicas(redis, keys) as members, running(launcher(redis), coordinator(redis)):

@@ -73,6 +73,28 @@ class Keys(Struct, frozen=True):
         """Durable state of one federated job."""
         return self._key("job", job)
 
+    def wanted(self, model: str) -> str:
+        """Hash of the jobs that clients have asked for and that have not ended: adapter -> job id."""
+        return self._key("wanted", model)
+
+    def tuning(self, job: str) -> str:
+        """What a client asked for with one job."""
+        return self._key("tuning", job)
+
+    def file(self, id_: str) -> str:
+        """What is known of an uploaded file, but not its text."""
+        return self._key("file", id_)
+
+    @property
+    def tunings(self) -> str:
+        """Sorted set of the jobs that clients have asked for, by time."""
+        return self._key("tunings")
+
+    @property
+    def files(self) -> str:
+        """Sorted set of uploaded files, by time."""
+        return self._key("files")
+
     def update(self, job: str, round_: int, replica: str) -> str:
         """One client's update of one round, deleted after aggregation."""
         return self._key("job", job, f"r{round_}", replica)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Collection
 
 import msgspec
 from redis.asyncio import Redis
@@ -125,10 +126,13 @@ class Launcher:
         self._replicas = await self._registry.replicas()
         for job in [*self.jobs.values()]:
             await self._step(job, None)
+            if not job.ended and await self._store.cancelled(job.id):
+                await self._apply(job, rounds.cancel(job, now))
         await self._free_strays(now)
         self._loads.tick(self._replicas, await sizes_of(self.redis, self.keys, self._replicas))
         for model in sorted({info.model for info in self._replicas.values()}):
-            adapter = self._due(model, now)
+            wanted = await self._store.wanted(model)
+            adapter = self._due(model, wanted, now)
             start_from = None if adapter is None else self.settings.rules.min_clients
             for move in self._loads.moves(model, self._replicas, start_from):
                 # Idle offers a replica to a job: where none can come, it would only be kept from its requests.
@@ -136,7 +140,7 @@ class Launcher:
                 if useful or move.after is not ReplicaState.IDLE:
                     await self._move(move, now)
             if adapter is not None:
-                await self._start_job(model, adapter, now)
+                await self._start_job(model, adapter, wanted.get(adapter), now)
 
     def _usable(self, job: Job) -> set[str]:
         """Clients that live and are still this job's: Combined once they joined."""
@@ -160,17 +164,21 @@ class Launcher:
             if info.state is ReplicaState.COMBINED:
                 await self._move(Move(id_, info.state, ReplicaState.SERVING, "it has no job"), now)
 
-    def _due(self, model: str, now: float) -> str | None:
-        """The adapter of a model that a job may train now: of those that rest and are in no job, the one first free."""
+    def _due(self, model: str, wanted: Collection[str], now: float) -> str | None:
+        """The adapter of a model that a job may train now: of those that rest and are in no job, the one first free.
+
+        What clients want trained comes first.
+        """
         able = sum(info.model == model and rounds.able(info, self.settings.rules) for info in self._replicas.values())
         if able < self.settings.rules.min_clients:
             return None
         busy = {job.adapter for job in self.jobs.values()}
-        waited = {name: self._next_job_s.get(name, 0.0) for name in self.settings.adapters_of(model)}
+        waited = {name: self._next_job_s.get(name, 0.0) for name in (*wanted, *self.settings.adapters_of(model))}
         ready = [name for name, free_s in waited.items() if free_s <= now and name not in busy]
-        return min(ready, key=lambda name: waited[name], default=None)
+        return min(ready, key=lambda name: (name not in wanted, waited[name]), default=None)
 
-    async def _start_job(self, model: str, adapter: str, now: float) -> None:
+    async def _start_job(self, model: str, adapter: str, wanted: str | None, now: float) -> None:
+        """`wanted` is the id of a job that a client has asked for."""
         since = await self._store.last_event()
         self._replicas = await self._registry.replicas()
         here = [info for info in self._replicas.values() if info.model == model]
@@ -178,10 +186,11 @@ class Launcher:
         if not members:
             return
         version, following = await self._store.adapter(adapter, model)
-        id_ = uuid.uuid4().hex[:8]
+        id_ = wanted or uuid.uuid4().hex[:8]
         job, actions = rounds.start(
             id_, now, members, adapter, version, following, self.settings.rules, self.settings.seed
         )
+        job.wanted = wanted is not None
         log.info("job %s over %s", id_, ", ".join(job.clients))
         self.jobs[id_], self._positions[id_] = job, since
         await self._apply(job, actions)

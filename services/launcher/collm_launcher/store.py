@@ -69,6 +69,15 @@ class JobStore:
         """When the adapter's last job ended, Unix seconds; 0 if none did."""
         return _number(await self._redis.hget(self._keys.adapter(name), "trained_s"))
 
+    async def wanted(self, model: str) -> dict[str, str]:
+        """Adapters that clients want trained, with the id that each one's job shall have."""
+        rows = await self._redis.hgetall(self._keys.wanted(model))
+        return {name.decode(errors="replace"): id_.decode(errors="replace") for name, id_ in rows.items()}
+
+    async def cancelled(self, job: str) -> bool:
+        """Whether a client wants the job to end now."""
+        return bool(await self._redis.hexists(self._keys.job(job), "cancel"))
+
     async def remind(self, replica: str, name: str) -> None:
         """Tell a replica the current version. One that is published at this moment is told by whoever publishes it."""
         key = self._keys.adapter(name)

@@ -81,6 +81,8 @@ class Transaction:
         self._pipe.hset(key, mapping={**readable, "position": position, "state": msgspec.msgpack.encode(job)})
         if job.ended:
             self._pipe.srem(self._keys.jobs, job.id)
+            if job.wanted:
+                self._pipe.hdel(self._keys.wanted(job.model), job.adapter)
             self._pipe.expire(key, KEEP_ENDED_S)
             self._pipe.unlink(self._keys.server_state(job.id, job.version))
             self._pipe.hset(self._keys.adapter(job.adapter), "trained_s", self._now)

@@ -72,7 +72,7 @@ class Job(Struct):
 
     `uploads` maps clients to their mean training loss of this round, `measured` version -> client -> held-out quality;
     `sizes` are the batch sizes that the coordinator last chose; `abandoned` are candidates that a server may still be
-    writing though nobody waits for them any more.
+    writing though nobody waits for them any more; `wanted` says that a client asked for the job.
     """
 
     id: str
@@ -95,6 +95,7 @@ class Job(Struct):
     measured: dict[int, dict[str, Quality]] = field(default_factory=dict)
     sizes: dict[str, BatchSizes] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
+    wanted: bool = False
 
     @property
     def ended(self) -> bool:

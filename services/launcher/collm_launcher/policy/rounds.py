@@ -83,6 +83,15 @@ def start(
     return job, [announce(job, now, f"{len(members)} idle replicas, server {server.id}")]
 
 
+def cancel(job: Job, now: float) -> list[Action]:
+    """Nobody wants the job any more; what was published stays."""
+    if job.ended:
+        return []
+    made = job.phase in (Phase.AGGREGATING, Phase.EVALUATING)
+    leftovers: list[Action] = [clean(job), abandon(job)] if made else [clean(job)]
+    return [*leftovers, *end(job, now, Phase.FAILED, "cancelled")]
+
+
 def on_event(job: Job, now: float, event: object) -> list[Action]:
     """React to what a replica or the coordinator says; what belongs to another job or round is ignored."""
     if job.ended:
