@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
+from redis.asyncio import Redis
+
+from collm_common.keys import Keys
+from tests.ingress.tuning import LINES, tuning_cell
+from tests.support.waiting import eventually
 
 openai = pytest.importorskip("openai")
 
@@ -107,3 +113,29 @@ async def test_errors_are_the_sdks_own(client: Any) -> None:
             **SAMPLED, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]
         )
     assert tools.value.code == "unsupported_parameter"
+
+
+async def test_files_and_fine_tuning_jobs(redis: Redis, keys: Keys, model: Path, tmp_path: Path) -> None:
+    """A job object without a field that the SDK's type needs, or pages that it cannot turn."""
+    async with tuning_cell(redis, keys, model, tmp_path) as (site, _):
+        base = f"http://127.0.0.1:{site.ingress.port}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=30) as client:
+            file = await client.files.create(file=("d.jsonl", "\n".join(LINES).encode()), purpose="fine-tune")
+            assert (await client.files.retrieve(file.id)).status == "processed"
+            assert [each.id async for each in client.files.list()] == [file.id]
+            jobs = client.fine_tuning.jobs
+            job = await jobs.create(
+                model="m", training_file=file.id, suffix="sdk", method={"type": "supervised"}, metadata={"a": "b"}
+            )
+
+            async def succeeded() -> bool:
+                return bool((await jobs.retrieve(job.id)).status == "succeeded")
+
+            await eventually(succeeded)
+            assert (await jobs.retrieve(job.id)).fine_tuned_model == "m-sdk@v2"
+            assert [each.id async for each in jobs.list(limit=1)] == [job.id]
+            events = [each.id async for each in jobs.list_events(job.id, limit=2)]
+            assert len(events) == len(set(events)) > 4
+            assert (await jobs.cancel(job.id)).status == "succeeded"
+            with pytest.raises(openai.NotFoundError):
+                await jobs.retrieve("none")

@@ -17,7 +17,10 @@ UPLOADS = "uploads"
 
 
 class DataEndpoint:
-    """POST /data (JSON lines), GET /digest, GET /health. Files land in `folder`/uploads, named by content."""
+    """POST /data (JSON lines; ?check only checks them), GET /digest, GET /health.
+
+    Files land in `folder`/uploads, named by content.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class DataEndpoint:
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"body is over the limit of {self._max_bytes} bytes", "body")
         try:
-            count = await asyncio.to_thread(_store, self._folder, body, self._check)
+            folder = None if "check" in request.query else self._folder
+            count = await asyncio.to_thread(_store, folder, body, self._check)
         except DataError as error:
             return _refuse(400, str(error), error.field)
         return web.json_response({"samples": count})
@@ -72,13 +76,15 @@ class DataEndpoint:
         return web.json_response({"status": "ok", "broker_faults": TROUBLES.faults})
 
 
-def _store(folder: Path, body: bytes, check: Callable[[str], int]) -> int:
-    """Check every line, then write atomically. The same upload twice is one file."""
+def _store(folder: Path | None, body: bytes, check: Callable[[str], int]) -> int:
+    """Check every line, then write atomically, if there is a folder. The same upload twice is one file."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"byte {error.start} is not UTF-8", field="body") from error
     count = check(text)
+    if folder is None:
+        return count
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(body).hexdigest()[:32]}.jsonl"
     partial = path.with_suffix(f".{os.getpid()}.partial")

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from collm_dispatcher.ingress.adapter_routes import LoadBody, UnloadBody
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+from collm_dispatcher.ingress.tuning_routes import TuningBody
 
 VERSION = "3.1.0"
 PLACES = "#/components/schemas/{name}"
@@ -34,6 +35,7 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
+    "/v1/fine_tuning/jobs": TuningBody,
 }
 ABOUT = {
     "/v1/chat/completions": "Answer a conversation; with `stream`, server-sent events that end with [DONE]",
@@ -42,13 +44,31 @@ ABOUT = {
     "/v1/unload_lora_adapter": "Take an adapter's name and versions away",
     "/v1/models": "The served models and their adapters with their current versions",
     "/v1/models/{id}": "One of them",
+    "/v1/files": "Deal training data out to the replicas of a model, or list what was",
+    "/v1/files/{id}": "What is known of one upload",
+    "/v1/fine_tuning/jobs": "Ask for an adapter to be trained while replicas are idle, or list such jobs",
+    "/v1/fine_tuning/jobs/{id}": "One of them",
+    "/v1/fine_tuning/jobs/{id}/cancel": "End it",
+    "/v1/fine_tuning/jobs/{id}/events": "What happened in it, newest first",
+    "/v1/fine_tuning/jobs/{id}/checkpoints": "The versions that it published",
     "/v1/replicas/{id}/data": "Hand training data, one JSON object a line, to one replica",
     "/health": "Whether the process lives",
     "/ready": "Whether requests can be answered now",
     "/metrics": "Measurements in Prometheus' text format",
     "/openapi.json": "This document",
 }
-POSTS = frozenset({*BODIES, "/v1/replicas/{id}/data"})
+CANCEL, FILES = "/v1/fine_tuning/jobs/{id}/cancel", "/v1/files"
+POSTS = frozenset({*BODIES, "/v1/replicas/{id}/data", CANCEL, FILES})
+LISTS = frozenset({FILES, "/v1/fine_tuning/jobs"})
+FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "fine-tune"},
+        "file": {"type": "string", "format": "binary"},
+        "model": {"type": "string"},
+    },
+}
 
 
 def document() -> dict[str, Any]:
@@ -58,12 +78,17 @@ def document() -> dict[str, Any]:
     return {
         "openapi": VERSION,
         "info": {"title": "CoLLM", "version": "1", "description": "Chat, completions and adapters of one cell"},
-        "paths": {path: {"post" if path in POSTS else "get": _operation(path, about)} for path, about in ABOUT.items()},
+        "paths": {path: _operations(path, about) for path, about in ABOUT.items()},
         "components": {"schemas": components},
     }
 
 
-def _operation(path: str, about: str) -> dict[str, Any]:
+def _operations(path: str, about: str) -> dict[str, Any]:
+    found = {"post": _operation(path, about, posts=True)} if path in POSTS else {}
+    return found if found and path not in LISTS else found | {"get": _operation(path, about, posts=False)}
+
+
+def _operation(path: str, about: str, *, posts: bool) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": PLACES.format(name="Error")}}}
     operation: dict[str, Any] = {
         "summary": about,
@@ -71,9 +96,13 @@ def _operation(path: str, about: str) -> dict[str, Any]:
     }
     if "{id}" in path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if not posts or path == CANCEL:
+        return operation
     if path in BODIES:
         schema = {"$ref": PLACES.format(name=BODIES[path].__name__)}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    elif path in POSTS:
+    elif path == FILES:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
+    else:
         operation["requestBody"] = {"required": True, "content": {"application/jsonl": {"schema": {"type": "string"}}}}
     return operation

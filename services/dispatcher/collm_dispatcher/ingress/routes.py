@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -15,7 +15,6 @@ from collm_common.errors import InternalError, RequestError, Unavailable, Unknow
 from collm_common.messages import Delta
 from collm_common.trouble import TROUBLES, fault
 from collm_dispatcher.ingress import openapi, render
-from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
 from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
 from collm_dispatcher.ingress.directory import Directory
@@ -29,22 +28,32 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DROPPED = "x-llm-d-request-dropped-reason"
 
 
+class Addable(Protocol):
+    """Routes of one subject."""
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add them."""
+
+
 class Routes:
-    """`ready` says whether requests can be served now; while `draining`, new ones are refused."""
+    """`others` have routes of their own. `ready` says whether requests can be served now.
+
+    While `draining`, new ones are refused.
+    """
 
     def __init__(
         self,
         answers: Answers,
         directory: Directory,
         uploads: Uploads,
-        adapters: AdapterRoutes,
+        others: Sequence[Addable],
         metrics: Metrics,
         ready: Callable[[], Awaitable[bool]],
         max_body_bytes: int,
         retry_after_s: float,
     ) -> None:
         self._answers, self._directory, self._uploads, self._metrics = answers, directory, uploads, metrics
-        self._adapters = adapters
+        self._others = others
         self._ready, self._max_body, self._retry_after_s = ready, max_body_bytes, retry_after_s
         self._created = int(time.time())
         self.draining = False
@@ -62,7 +71,8 @@ class Routes:
         app.router.add_post("/v1/replicas/{id}/data", self._upload)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{id:.+}", self._model)
-        self._adapters.add_to(app.router)
+        for other in self._others:
+            other.add_to(app.router)
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._get_ready)

@@ -21,6 +21,7 @@ from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.cell_metrics import CellView
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.files import Files
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.objectives import classes
 from collm_dispatcher.ingress.open_requests import OpenRequests
@@ -28,6 +29,8 @@ from collm_dispatcher.ingress.page.feed import Feed
 from collm_dispatcher.ingress.page.routes import LivePage
 from collm_dispatcher.ingress.routes import Routes
 from collm_dispatcher.ingress.tokenizing import load_all
+from collm_dispatcher.ingress.tuning_routes import TuningRoutes
+from collm_dispatcher.ingress.tuning_store import TuningStore
 from collm_dispatcher.ingress.upload import Uploads
 from collm_dispatcher.originals import Bounds
 from collm_dispatcher.settings import DispatcherSettings
@@ -80,6 +83,10 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
         clock,
     )
 
+    limit, within_s = settings.max_upload_mb << 20, settings.request_timeout_s
+    files = Files(redis, settings.keys, cell, tuple(settings.models), limit, within_s)
+    tuning = TuningRoutes(redis, settings.keys.tunings, TuningStore(redis, settings.keys), directory, files)
+
     async def broker_answers() -> bool:
         try:
             async with asyncio.timeout(PING_S):
@@ -91,7 +98,7 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
         answers,
         directory,
         uploads,
-        adapters,
+        (adapters, files, tuning),
         metrics,
         broker_answers,
         settings.max_body_kb << 10,

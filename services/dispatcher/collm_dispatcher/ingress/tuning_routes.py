@@ -1,0 +1,171 @@
+"""Fine-tuning jobs in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from collm_common.errors import InvalidRequest
+from collm_common.messages import Event, TaskFailed, UpdateUploaded
+from collm_dispatcher.ingress.body import parse
+from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.exchange import read_body
+from collm_dispatcher.ingress.files import Files
+from collm_dispatcher.ingress.listing import Page, listed
+from collm_dispatcher.ingress.tuning_store import Tuning, TuningStore
+from collm_dispatcher.ingress.unsupported import Neutral, refuse
+
+MAX_BODY = 65_536
+AUTO = {"batch_size": "auto", "learning_rate_multiplier": "auto", "n_epochs": "auto"}
+NOT_SERVED: Neutral = {"validation_file": (), "seed": (), "integrations": ([],)}
+JOB = "/v1/fine_tuning/jobs/{id}"
+
+
+class Hyperparameters(Struct, forbid_unknown_fields=True):
+    """All are chosen here: batch sizes by the coordinator, the rest by the operator's rules."""
+
+    batch_size: Literal["auto"] | None = None
+    learning_rate_multiplier: Literal["auto"] | None = None
+    n_epochs: Literal["auto"] | None = None
+
+
+class Supervised(Struct):
+    """The only method."""
+
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(Struct):
+    """How to train."""
+
+    type: Literal["supervised"]
+    supervised: Supervised | None = None
+
+
+class TuningBody(Struct):
+    """POST /v1/fine_tuning/jobs: train the adapter `model`-`suffix`, or go on with the adapter `model`."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    training_file: Annotated[str, Meta(min_length=1, max_length=128)]
+    suffix: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,40}$")] | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = None
+
+
+class TuningRoutes:
+    """Create, list, get and cancel; events and checkpoints."""
+
+    def __init__(self, redis: Any, key: str, store: TuningStore, directory: Directory, files: Files) -> None:
+        """`key` is the sorted set of jobs."""
+        self._redis, self._key, self._store, self._directory, self._files = redis, key, store, directory, files
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Its routes."""
+        router.add_post("/v1/fine_tuning/jobs", self._create)
+        router.add_get("/v1/fine_tuning/jobs", self._list)
+        router.add_get(JOB, self._get)
+        router.add_post(f"{JOB}/cancel", self._cancel)
+        router.add_get(f"{JOB}/events", self._events)
+        router.add_get(f"{JOB}/checkpoints", self._checkpoints)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        data = await read_body(request, MAX_BODY)
+        body = parse(TuningBody, data)
+        refuse(msgspec.json.decode(data), NOT_SERVED)
+        target = self._directory.find(body.model)
+        if target.version is not None:
+            raise InvalidRequest("model: training goes on with the current version; name none", param="model")
+        if target.adapter and body.suffix is not None:
+            raise InvalidRequest("suffix: the adapter has a name already", param="suffix")
+        file = await self._files.find(body.training_file)
+        if file["model"] != target.model:
+            raise InvalidRequest(f"training_file: is data for {file['model']}", param="training_file")
+        name = target.adapter or (f"{target.model}-{body.suffix}" if body.suffix is not None else "")
+        metadata = msgspec.json.encode(body.metadata or {}).decode()
+        made = await self._store.create(body.model, target.model, name, body.training_file, metadata, int(time.time()))
+        return web.json_response(_shape(made))
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        page = Page.of(request.query)
+        ids, more = await listed(self._redis, self._key, page)
+        return web.json_response(page.envelope([_shape(await self._store.find(id_)) for id_ in ids], more))
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_shape(await self._find(request)))
+
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_shape(await self._store.cancel(await self._find(request))))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        known, page = await self._find(request), Page.of(request.query)
+        told = await self._store.events(known.id)
+        start = next((i + 1 for i, (id_, _) in enumerate(told) if id_ == page.after), 0)
+        shown = [_event(id_, event) for id_, event in told[start : start + page.limit]]
+        return web.json_response(page.envelope(shown, len(told) > start + page.limit))
+
+    async def _checkpoints(self, request: web.Request) -> web.StreamResponse:
+        known, page = await self._find(request), Page.of(request.query)
+        made = [_checkpoint(known, version) for version in await self._store.versions(known)]
+        return web.json_response(page.envelope(made[: page.limit], len(made) > page.limit))
+
+    async def _find(self, request: web.Request) -> Tuning:
+        return await self._store.find(request.match_info["id"])
+
+
+def _shape(job: Tuning) -> dict[str, Any]:
+    error = {"code": "job_failed", "message": job.reason, "param": None} if job.status == "failed" else None
+    return {
+        "id": job.id,
+        "object": "fine_tuning.job",
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "status": job.status,
+        "model": job.asked,
+        "fine_tuned_model": f"{job.adapter}@v{job.version}" if job.status == "succeeded" else None,
+        "training_file": job.training_file,
+        "validation_file": None,
+        "result_files": [],
+        "trained_tokens": None,
+        "organization_id": "",
+        "seed": 0,
+        "hyperparameters": AUTO,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": AUTO}},
+        "error": error,
+        "metadata": msgspec.json.decode(job.metadata),
+        "collm": {"adapter": job.adapter, "version": job.version},
+    }
+
+
+def _event(id_: str, event: Event) -> dict[str, Any]:
+    about = msgspec.to_builtins(event)
+    data = {name: value for name, value in about.items() if name not in ("kind", "schema", "job", "time_s")}
+    message = about.get("reason") or " ".join(f"{name} {value}" for name, value in data.items() if value is not None)
+    return {
+        "id": id_,
+        "object": "fine_tuning.job.event",
+        "created_at": int(about["time_s"]),
+        "level": "warn" if isinstance(event, TaskFailed) else "info",
+        "message": f"{about['kind']}: {message}",
+        "type": "metrics" if isinstance(event, UpdateUploaded) else "message",
+        "data": data,
+    }
+
+
+def _checkpoint(job: Tuning, version: int) -> dict[str, Any]:
+    return {
+        "id": f"ftckpt-{job.adapter}-v{version}",
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": job.created_at,
+        "fine_tuned_model_checkpoint": f"{job.adapter}@v{version}",
+        "fine_tuning_job_id": job.id,
+        "metrics": {"step": version},
+        "step_number": version,
+    }

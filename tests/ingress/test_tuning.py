@@ -1,0 +1,138 @@
+"""Files and fine-tuning jobs over a launcher that runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from collm_common.keys import Keys
+from collm_common.messages import TrainRound
+from collm_common.types import AdapterManifest
+from tests.ingress.support import Front, front
+from tests.ingress.tuning import LINES, tuning_cell
+from tests.support.waiting import eventually
+
+FILES, JOBS = "/v1/files", "/v1/fine_tuning/jobs"
+
+
+async def upload(site: Front, text: str, purpose: str = "fine-tune") -> tuple[int, dict[str, Any]]:
+    form = aiohttp.FormData()
+    form.add_field("purpose", purpose)
+    form.add_field("file", text.encode(), filename="data.jsonl")
+    async with site.http.post(FILES, data=form) as response:
+        return response.status, await response.json()
+
+
+def lines_at(data: Path) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in data.glob("*/uploads/*.jsonl"):
+        found.setdefault(path.parts[-3], set()).update(line for line in path.read_text().splitlines() if line)
+    return found
+
+
+async def test_a_file_is_dealt_out_and_a_job_trains_an_adapter(
+    redis: Redis, keys: Keys, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Data that lies with one replica or with Redis, and a job that no launcher runs or whose end nobody is told."""
+    async with tuning_cell(redis, keys, tokenizer_folder, tmp_path) as (site, _):
+        status, file = await upload(site, "\n".join(LINES) + "\n")
+        assert (status, file["status"], file["collm"]["samples"]) == (200, "processed", len(LINES))
+        dealt = lines_at(tmp_path)
+        assert sorted(len(lines) for lines in dealt.values()) == [2, 2, 3]
+        assert set().union(*dealt.values()) == set(LINES)
+        assert (await site.get(f"{FILES}/{file['id']}"))[1] == file
+        assert [each["id"] for each in (await site.get(FILES))[1]["data"]] == [file["id"]]
+        asked = {"model": "m", "training_file": file["id"], "suffix": "desk", "metadata": {"a": "b"}}
+        status, job = await site.post(JOBS, asked)
+        assert (status, job["status"], job["metadata"]) == (200, "queued", {"a": "b"})
+        again = await site.post(JOBS, asked)
+        assert again[0] == 409
+        await eventually(lambda: _status(site, job["id"], "succeeded"))
+        _, ended = await site.get(f"{JOBS}/{job['id']}")
+        assert ended["fine_tuned_model"] == "m-desk@v2"
+        assert ended["finished_at"] >= job["created_at"]
+        _, events = await site.get(f"{JOBS}/{job['id']}/events?limit=3")
+        assert (len(events["data"]), events["has_more"]) == (3, True)
+        _, older = await site.get(f"{JOBS}/{job['id']}/events?limit=100&after={events['last_id']}")
+        losses = [each["data"]["loss"] for each in older["data"] if each["type"] == "metrics"]
+        assert losses
+        assert [each["id"] for each in (await site.get(JOBS))[1]["data"]] == [job["id"]]
+        manifest = AdapterManifest("m-desk", 2, "", 4, 8.0, ("q_proj",), "", 1, job=job["id"])
+        await redis.hset(keys.adapter_version("m-desk", 2), "meta", msgspec.msgpack.encode(manifest))
+        _, made = await site.get(f"{JOBS}/{job['id']}/checkpoints")
+        assert [each["fine_tuned_model_checkpoint"] for each in made["data"]] == ["m-desk@v2"]
+    assert not [key async for key in redis.scan_iter("*") if b"question" in await redis.dump(key)]
+
+
+async def _status(site: Front, id_: str, wanted: str) -> bool:
+    return bool((await site.get(f"{JOBS}/{id_}"))[1]["status"] == wanted)
+
+
+async def test_jobs_are_cancelled_while_they_wait_and_while_they_run(
+    redis: Redis, keys: Keys, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """A job that its client has given up and that trains nevertheless."""
+    async with tuning_cell(redis, keys, tokenizer_folder, tmp_path) as (site, members):
+        for member in members:
+            member.going.clear()
+        _, file = await upload(site, "\n".join(LINES))
+        _, runs = await site.post(JOBS, {"model": "m", "training_file": file["id"], "suffix": "runs"})
+        await eventually(lambda: any(member.told(TrainRound) for member in members))
+        _, waits = await site.post(JOBS, {"model": "m", "training_file": file["id"]})
+        for job in (waits, runs):
+            assert (await site.post(f"{JOBS}/{job['id']}/cancel", {}))[1]["status"] == "cancelled"
+        await eventually(lambda: _ended(redis, keys))
+        assert (await site.get(f"{JOBS}/{runs['id']}"))[1]["status"] == "cancelled"
+
+
+async def _ended(redis: Redis, keys: Keys) -> bool:
+    return not await redis.smembers(keys.jobs) and not await redis.hgetall(keys.wanted("m"))
+
+
+async def test_bad_files_name_the_line_and_leave_nothing(
+    redis: Redis, keys: Keys, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Half a file at some replicas, and an error that names a line of a share nobody knows."""
+    async with tuning_cell(redis, keys, tokenizer_folder, tmp_path) as (site, _):
+        status, body = await upload(site, "\n".join([*LINES[:4], '{"prompt": 3}', *LINES[4:]]))
+        assert (status, body["error"]["param"]) == (400, "file")
+        assert "line 5" in body["error"]["message"]
+        assert lines_at(tmp_path) == {}
+        assert (await upload(site, "\n\n"))[1]["error"]["param"] == "file"
+        assert (await upload(site, LINES[0], "assistants"))[1]["error"]["param"] == "purpose"
+        async with site.http.post(FILES, data=b"no form") as response:
+            assert response.status == 400
+        assert (await site.get(FILES))[1]["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "none"}, 404, "model"),
+        ({"training_file": "file-none"}, 404, "training_file"),
+        ({"suffix": "no spaces"}, 400, "suffix"),
+        ({"validation_file": "file-1"}, 400, "validation_file"),
+        ({"hyperparameters": {"n_epochs": 3}}, 400, "hyperparameters.n_epochs"),
+        ({"method": {"type": "dpo"}}, 400, "method.type"),
+        ({"metadata": {"a": 1}}, 400, "metadata[...]"),
+    ],
+)
+async def test_jobs_that_cannot_be_run_as_asked_are_refused(
+    redis: Redis, keys: Keys, tokenizer_folder: Path, fields: dict[str, Any], status: int, param: str
+) -> None:
+    """A hyperparameter that is taken and ignored."""
+    await redis.hset(keys.file("file-here"), mapping={"model": "m"})
+    async with front(redis, keys, tokenizer_folder) as site:
+        found, body = await site.post(JOBS, {"model": "m", "training_file": "file-here", **fields})
+        assert (found, body["error"]["param"]) == (status, param)
+        for path in (f"{JOBS}/none", f"{JOBS}/none/events", f"{FILES}/none"):
+            assert (await site.get(path))[0] == 404
+        for query in ("limit=0", "limit=x", "after=none"):
+            assert (await site.get(f"{JOBS}?{query}"))[0] == 400
+    assert json.dumps(body)
