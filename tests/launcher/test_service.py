@@ -398,7 +398,7 @@ async def test_a_lease_taken_away_is_noticed_before_anything_is_written(redis: R
     """A leader that goes on writing after another has begun."""
     one = launcher(redis, lease_ttl_s=0.3)
     async with replicas(redis, keys), running(one):
-        await eventually(lambda: one.jobs)
+        await eventually(lambda: redis.smembers(keys.jobs))
         await redis.set(keys.lease("launcher"), "other#99", px=400)
         await eventually(lambda: not one.leads)
         await eventually(lambda: one.leads)
