@@ -51,7 +51,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte (its rank in the byte-level alphabet), then SPECIALS; `<|im_end|>` is the EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: rank for rank, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # in words, as real ones: each is cached
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(special, special=True, normalized=False) for special in SPECIALS])
     wrapped: PreTrainedTokenizerFast = _FAST_TOKENIZER(
