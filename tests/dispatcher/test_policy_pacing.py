@@ -54,7 +54,7 @@ def test_the_ideal_batch_is_the_largest_that_keeps_the_objective(
 def test_a_slower_replica_never_gets_a_larger_batch(
     base_s: float, slope_s: float, shape: Shape, slo: Slo, most: int, slower: float
 ) -> None:
-    """A comparison the wrong way round. Both are slower, prefill and decoding: one alone changes their shares of time."""
+    """A comparison the wrong way round. Prefill is slower too: decoding alone would change their shares of time."""
     slow = Shape(shape.prefill_s * slower, shape.output_tokens)
     assume(keeps(slo, line(base_s * slower, slope_s * slower), slow, 1))
     before = serving_mode(line(base_s, slope_s), shape, [slo], most).b

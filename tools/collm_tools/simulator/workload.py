@@ -99,12 +99,11 @@ def ideal_rate(hardware: Hardware, load: Workload, most: int) -> float:
 
     While one of b requests is answered, b others come, and the prefill of each holds all of them up.
     """
-    prefill_s = hardware.prefill[0] * load.mean_prompt
+    prefill_s, output, slo = hardware.prefill[0] * load.mean_prompt, load.mean_output, load.slo
     rates = [0.0]
     for b in range(1, min(most, hardware.most) + 1):
-        service_s = b * prefill_s + load.mean_output * hardware.decode[0][b]
-        token_s = service_s / load.mean_output
-        slo = load.slo
+        service_s = b * prefill_s + output * hardware.decode[0][b]
+        token_s = service_s / output
         if (slo.e2e_s is None or service_s <= slo.e2e_s) and (slo.tpot_s is None or token_s <= slo.tpot_s):
             rates.append(b / service_s)
     return max(rates)
