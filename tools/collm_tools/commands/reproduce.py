@@ -21,7 +21,9 @@ def add_parser(subcommands: Subcommands) -> None:
         description="Simulate CoLLM and its rivals over days of load, and write a page of results.",
     )
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Azure's traces of 2023")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), metavar="DIR", help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/simulator"), metavar="DIR", help="default %(default)s"
+    )
     parser.add_argument("--seeds", type=at_least_one, default=5, metavar="N", help="default %(default)d")
     parser.add_argument("--full", action="store_true", help="ten hours and 16 replicas: takes hours")
     parser.set_defaults(run=run)
