@@ -34,11 +34,15 @@ class Timing(Struct, frozen=True):
 
 
 class Comparison(Struct, frozen=True):
-    """Mean seconds of one report; `part` is alone, infer or train; `drifted` the factor of a lasting shift."""
+    """Mean seconds of one report, over `count` durations; `part` is alone, infer or train.
+
+    `drifted` is the factor of a lasting shift, None while there is none.
+    """
 
     part: str
     predicted_s: float
     measured_s: float
+    count: int
     drifted: float | None = None
 
     @property
@@ -54,4 +58,4 @@ def compare(part: str, timings: Sequence[Timing]) -> Comparison | None:
     measured_s = sum(timing.count * timing.seconds for timing in timings)
     if not predicted_s or not math.isfinite(measured_s):
         return None
-    return Comparison(part, predicted_s / count, measured_s / count)
+    return Comparison(part, predicted_s / count, measured_s / count, count)

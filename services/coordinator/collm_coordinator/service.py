@@ -39,6 +39,9 @@ from collm_coordinator.solver import first_draw, keeps_slo
 
 log = logging.getLogger(__name__)
 
+LEAST_ITERATIONS = 5
+"""One stall among fewer is no pace."""
+
 Infos = Mapping[str, ReplicaInfo]
 
 
@@ -209,7 +212,8 @@ class Coordinator:
         law = model.latency
         if law is None or law.train is None:
             return
-        ratio = max([1.0, *(comparison.ratio for comparison in compared if comparison.part == "infer")])
+        beside = (one for one in compared if one.part == "infer" and one.count >= LEAST_ITERATIONS)
+        ratio = max([1.0, *(one.ratio for one in beside)])
         pace = slowed(law, ratio)
         known = await self._configurations.sizes(replica)
         if known is None or not known.train or keeps_slo(pace, known, demand_on(model, pace, self.settings.rules)):
