@@ -259,7 +259,7 @@ async def test_a_fitted_replica_runs_the_batch_that_keeps_the_objective(redis: R
     model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.01), output_tokens=10)
     await register(redis, keys)
     await latency.save(redis, keys, "r1", model)
-    slo = Slo("s", e2e_s=0.35)
+    slo = Slo("s", e2e_s=0.4)
     await offer(redis, keys, *(request(f"q{n}", slo=slo, deadline_s=4e9) for n in range(4)))
     async with dispatcher(redis) as running:
 

@@ -72,8 +72,8 @@ class Pace(Struct, frozen=True):
 def fastest(fits: Iterable[Fit], stream: Stream | None) -> Pace | None:
     """The pace of the replica that is through first with a request of the stream; None where one of them has no fit.
 
-    It is the pace amid half of its ideal batch. Under lasting overload the queue serves everybody at the last moment
-    there is: by the pace of a request alone, that moment is too late for all of them.
+    It is the pace amid its ideal batch. Under lasting overload the queue serves everybody at the last moment there is:
+    by the pace of a request alone, or amid fewer, that moment is too late for all of them.
     """
     if stream is None:
         return None
@@ -96,7 +96,7 @@ def _step_s(model: LatencyModel, train_batch: int, scale: float, b: int) -> floa
 
 def _pace(model: LatencyModel, step: StepTime, fit: Fit, stream: Stream) -> Pace:
     shape = fit.shape(stream)
-    b = max(1, fit.mode(stream).b // 2)
+    b = fit.mode(stream).b
     own_s = first_s(step, shape, b) - step(b)
     stretch = own_s / shape.prefill_s if shape.prefill_s > 0 else 1.0
     return Pace(stretch * fit.scale * model.prefill_s_per_token, token_s(step, shape, b), shape.output_tokens)

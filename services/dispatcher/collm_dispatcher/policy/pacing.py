@@ -16,6 +16,9 @@ from collm_common.types import Slo
 StepTime = Callable[[int], float]
 """T_infer(b): seconds of one engine iteration with b running sequences; it must not fall with b."""
 
+WAIT = 0.2
+"""Under overload everybody is released at the last moment there is: a batch made for the whole limit is late then."""
+
 
 class Shape(Struct, frozen=True):
     """What a stream's requests cost beyond the step time: seconds of prefill, expected output tokens.
@@ -65,16 +68,19 @@ def first_s(step: StepTime, shape: Shape, b: int) -> float:
     return shape.prefill_s / (1 - others) + step(b)
 
 
-def attained(slo: Slo, step: StepTime, shape: Shape, b: int) -> float:
-    """Share of the requests that keep every limit in a batch of `b`: what an end-to-end limit leaves of the lengths."""
+def attained(slo: Slo, step: StepTime, shape: Shape, b: int, wait: float = 0.0) -> float:
+    """Share of the requests that keep every limit in a batch of `b`: what an end-to-end limit leaves of the lengths.
+
+    `wait` is the share of the limits on the first and the last token that goes by before a request is released.
+    """
     per_token_s = token_s(step, shape, b)
-    if slo.ttft_s is not None and first_s(step, shape, b) > slo.ttft_s:
+    if slo.ttft_s is not None and first_s(step, shape, b) > (1 - wait) * slo.ttft_s:
         return 0.0
     if slo.tpot_s is not None and per_token_s > slo.tpot_s:
         return 0.0
     if slo.e2e_s is None:
         return 1.0
-    left_s = slo.e2e_s - shape.prefill_s
+    left_s = (1 - wait) * slo.e2e_s - shape.prefill_s
     if left_s < 0:
         return 0.0
     return shape.share_up_to(left_s / per_token_s + 1e-9) if per_token_s > 0 else 1.0
@@ -86,11 +92,11 @@ def keeps(slo: Slo, step: StepTime, shape: Shape, b: int) -> bool:
 
 
 def largest(slo: Slo, step: StepTime, shape: Shape, most: int, share: float) -> int:
-    """The largest batch of at most `most` in which `share` of the requests keep the objective; 0 if there is none."""
+    """The largest batch of at most `most` in which `share` of the requests keep it after a wait; 0 if there is none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if attained(slo, step, shape, middle) >= share:
+        if attained(slo, step, shape, middle, WAIT) >= share:
             low = middle
         else:
             high = middle - 1
@@ -100,9 +106,12 @@ def largest(slo: Slo, step: StepTime, shape: Shape, most: int, share: float) -> 
 def best(slo: Slo, step: StepTime, shape: Shape, most: int) -> int:
     """b*: of the largest batches for each attainable share, the one with the most output tokens in time a second.
 
-    0 if the objective cannot be kept at all. With answers of one length it is the largest batch that keeps it.
+    0 if the objective cannot be kept at all. With answers of one length it is the largest batch that keeps it and
+    leaves the share WAIT of the limits for waiting; 1 if even that one leaves less.
     """
-    top = attained(slo, step, shape, 1)
+    top = attained(slo, step, shape, 1, WAIT)
+    if not top:
+        return int(attained(slo, step, shape, 1) > 0)
     levels = len(shape.lengths) if slo.e2e_s is not None and shape.lengths else 1
     found, score = 0, 0.0
     for level in range(levels, 0, -1):
