@@ -51,6 +51,7 @@ unit: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python bench/redis_path.py
+	$(BIN)/python bench/policy_cost.py
 
 chaos: $(VENV)/installed
 	$(BIN)/python -m bench.chaos
