@@ -20,9 +20,12 @@ from tests.support.models import FAMILIES, random_adapter
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device or TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from collm_replica.mps import Mps, MpsError
+from collm_replica.sharing import Sharing
 
 CONTROL = """#!/bin/sh
 case "$1" in
@@ -44,3 +45,35 @@ def test_a_missing_daemon_is_told_apart(tmp_path: Path) -> None:
     """A replica that does not start, or says nothing, where MPS is not installed."""
     with pytest.raises(MpsError, match="no-such-control is not installed"):
         Mps(tmp_path, "no-such-control").start()
+
+
+def stand_in(control: str) -> Sharing:
+    return Sharing(wanted=True, control=control)
+
+
+async def test_processes_are_clients_until_the_end(control: str) -> None:
+    """A process outside of MPS, a daemon that outlives its replica, and folders that pile up."""
+    sharing = stand_in(control)
+    await sharing.start()
+    pipes = Path(sharing.environ["CUDA_MPS_PIPE_DIRECTORY"])
+    assert (pipes / "daemon").exists()
+    sharing.proven()
+    await sharing.failed("killed")
+    assert sharing.environ
+    await sharing.stop()
+    assert sharing.environ == {}
+    assert not pipes.parent.exists()
+
+
+async def test_without_mps_the_gpu_is_shared_by_turns(control: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A replica that does not start for want of a daemon, or keeps one under which nothing starts, or says nothing."""
+    missing = stand_in("no-such-control")
+    await missing.start()
+    assert missing.environ == {}
+    assert "share the GPU by turns" in caplog.text
+    broken = stand_in(control)
+    await broken.start()
+    pipes = Path(broken.environ["CUDA_MPS_PIPE_DIRECTORY"])
+    await broken.failed("exit status 1 while starting")
+    assert broken.environ == {}
+    assert not pipes.exists()

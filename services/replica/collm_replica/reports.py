@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from redis.asyncio import Redis
 
 from collm_common import post
@@ -13,6 +15,7 @@ from collm_common.trouble import TROUBLES
 from collm_common.types import BatchSizes
 from collm_replica.channel import Training
 from collm_replica.engine.protocol import InferenceEngine, StepResult
+from collm_replica.mps import PIPES
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import OwnWork, Utilisation, Window
 from collm_replica.versions import Versions
@@ -93,6 +96,7 @@ class Reports:
             served=window.admitted(),
             answered=tuple(window.answered),
             sm_shares=self._settings.sm_shares,
+            mps=PIPES in os.environ,
             versions={name: ref.version for name, ref in self._engine.versions.items()},
         )
         await post.report(self._redis, self._settings.keys, report)

@@ -15,6 +15,7 @@ from collm_common.types import AtLeastOne, Count, Name, Positive, Rank, Share
 class ReplicaSettings(Common, frozen=True, kw_only=True):
     """`model` is a local Hugging Face folder, a hub name or a GGUF file; `served_name` what clients call it.
 
+    `mps` starts NVIDIA's Multi-Process Service for this replica's processes, if it can be had.
     `sm_shares` are the shares of the GPU's SMs that fine-tuning may be given (needs MPS); none leaves it as it is.
     `fused` runs decode steps as CUDA graphs of fused kernels, one step ahead of the host; where there is a GPU.
     An engine without progress is reported unhealthy after `unhealthy_s` seconds and replaced after `stall_s`.
@@ -43,6 +44,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     threads: AtLeastOne = 1
     fused: bool = True
     sm_shares: tuple[Share, ...] = ()
+    mps: bool = False
     finetune_nice: Annotated[int, Meta(ge=0, le=19)] = 10
 
     host: str = "127.0.0.1"

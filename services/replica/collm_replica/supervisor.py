@@ -39,6 +39,7 @@ from collm_replica.finetune.records import check_text
 from collm_replica.keeper import Keeper
 from collm_replica.presence import Presence
 from collm_replica.settings import ReplicaSettings
+from collm_replica.sharing import Sharing
 from collm_replica.sm_share import environment
 from collm_replica.tasks import Task, failed
 
@@ -67,6 +68,7 @@ class Supervisor:
         self._inference = Keeper(settings, clock, self._spawn_inference, self._inference_ready, self._inference_died)
         self._training = Keeper(settings, clock, self._spawn_training, self._training_ready, self._training_died)
         self._tasks: dict[str, Task] = {}
+        self._sharing = Sharing(settings.mps)
         self._sm_share: float | None = None
         self._held: TrainRound | None = None
         self._digests: list[asyncio.Future[str]] = []
@@ -76,6 +78,7 @@ class Supervisor:
         """On the way out every request is finished or given back, and the registry entry is gone."""
         host = self.settings.advertise_host or self.settings.host
         self._data_url = f"http://{host}:{await self._endpoint.start(self.settings.host, self.settings.port)}"
+        await self._sharing.start()
         loops = [self.presence.beat(), self._control(), self._inference.run()]
         if self.settings.engine == "torch":
             loops.append(self._keep_training())
@@ -97,6 +100,7 @@ class Supervisor:
             finally:
                 await self.presence.leave()
                 await self._endpoint.close()
+                await self._sharing.stop()
                 os.close(self._weights_fd)
 
     async def digest(self) -> str:
@@ -156,9 +160,11 @@ class Supervisor:
     # --- the inference process
 
     async def _spawn_inference(self) -> Child:
-        return Child("collm_replica.inference", [self._weights_fd], self._from_inference, self.clock)
+        own, fds = self._sharing.environ, [self._weights_fd]
+        return Child("collm_replica.inference", fds, self._from_inference, self.clock, environ=own)
 
     async def _inference_ready(self, ready: Ready) -> None:
+        self._sharing.proven()
         self._on_device = ready.on_device
         self._weights_ready.set()
         await self.presence.up(ready, self._data_url)
@@ -175,6 +181,7 @@ class Supervisor:
             self._weights_ready.clear()
             if self._training.child is not None:
                 self._training.child.kill()
+        await self._sharing.failed(why)
         await self.presence.down(why)
 
     async def _from_inference(self, message: AnyLocal) -> None:
@@ -206,7 +213,7 @@ class Supervisor:
             except (ModelError, TimeoutError) as error:
                 log.warning("no export of the weights yet: %s", error)
         fds = [self._weights_fd]
-        own = environment(self._sm_share) if self._sm_share is not None else {}
+        own = self._sharing.environ | (environment(self._sm_share) if self._sm_share is not None else {})
         return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach, environ=own)
 
     async def _export(self) -> bytes:

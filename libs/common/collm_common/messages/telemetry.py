@@ -43,7 +43,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     `utilisation` is in 0..1 (SM activity, or busy fraction on CPU); `mean_batch` averages running sequences over
     time; prefill_* and output_* let a reader divide; `versions` maps adapter name to its current version.
     `served` has what came in, by objective, `answered` the first answers that ended; `sm_shares` the
-    shares that its trainer can be given (none: no choice).
+    shares that its trainer can be given (none: no choice); `mps` whether its processes use the GPU at the same time.
     """
 
     replica: Name
@@ -66,6 +66,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     versions: dict[str, str] = {}
     served: tuple[Served, ...] = ()
     sm_shares: tuple[Share, ...] = ()
+    mps: bool = False
     answered: tuple[Answered, ...] = ()
 
 
