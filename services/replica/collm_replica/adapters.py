@@ -52,10 +52,13 @@ def decode(data: bytes, about: AdapterManifest) -> dict[str, torch.Tensor]:
     """Float32 tensors; AdapterError names what does not hold: digest, format, values, shapes or modules."""
     if hashlib.sha256(data).hexdigest() != about.sha256:
         raise AdapterError(f"adapter {about.name}@v{about.version}: the bytes do not have the manifest's sha256")
-    tensors = tensors_of(data)
-    for name, tensor in tensors.items():
-        _check(name, tensor, about)
-    _check_pairs(tensors)
+    try:
+        tensors = tensors_of(data)
+        for name, tensor in tensors.items():
+            _check(name, tensor, about)
+        _check_pairs(tensors)
+    except AdapterError as error:
+        raise AdapterError(f"adapter {about.name}@v{about.version}: {error}") from error
     return tensors
 
 
