@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,16 +148,26 @@ async def test_what_does_not_fit_is_refused_by_name_and_leaves_nothing(
         ({"lora_name": "x", "lora_path": "/etc"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "nothing"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "link"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "loop"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "pipe"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "deep"}, 400, "lora_path"),
+        ({"lora_name": "x\n", "lora_path": "one"}, 400, "lora_name"),
         ({"lora_name": "x", "lora_path": "one", "base_model_name": "other"}, 404, "base_model_name"),
     ],
 )
 async def test_bad_loads_name_their_field(
     redis: Redis, keys: Keys, model: Path, tmp_path: Path, body: dict[str, Any], status: int, param: str
 ) -> None:
-    """Catches a path that leaves the folder, and a served model hidden behind an adapter of its name."""
+    """Catches a path that leaves the folder, is none or never ends, and a served model hidden behind an adapter."""
     root = tmp_path / "adapters"
     save(root / "one", random_adapter(model, 4, 8.0))
     (root / "link").symlink_to(tmp_path)
+    (root / "loop").symlink_to(root / "loop")
+    for name in ("pipe", "deep"):
+        (root / name).mkdir()
+    os.mkfifo(root / "pipe" / "adapter_config.json")
+    (root / "deep" / "adapter_config.json").write_text('{"rank_pattern":' + '{"a":' * 100_000)
     async with real_front(redis, keys, model, adapter_dir=str(root)) as (site, _):
         found, answered = await site.post(LOAD, body)
     assert (found, answered["error"]["param"]) == (status, param)

@@ -285,3 +285,10 @@ def test_a_tenant_is_whoever_the_header_names() -> None:
     assert objectives.tenant({"x-llm-d-inference-fairness-id": "acme"}) == "acme"
     with pytest.raises(InvalidRequest, match="129 characters"):
         objectives.tenant({"x-llm-d-inference-fairness-id": "x" * 129})
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\nb"])
+def test_a_tenant_that_no_message_can_carry_is_refused(name: str) -> None:
+    """Catches bytes that are no text and end in an internal error when the request is appended."""
+    with pytest.raises(InvalidRequest, match="x-llm-d-inference-fairness-id"):
+        objectives.tenant({objectives.TENANT: name})

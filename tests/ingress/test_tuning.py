@@ -136,3 +136,21 @@ async def test_jobs_that_cannot_be_run_as_asked_are_refused(
         for query in ("limit=0", "limit=x", "after=none"):
             assert (await site.get(f"{JOBS}?{query}"))[0] == 400
     assert json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "headers", "status"),
+    [(b"\xff.jsonl", b"", 200), (b"x", b"NoColon\r\n", 400), (b"x", b"X: " + b"y" * 20_000 + b"\r\n", 400)],
+)
+async def test_headers_of_a_part_are_read_or_refused(
+    redis: Redis, keys: Keys, tokenizer_folder: Path, tmp_path: Path, name: bytes, headers: bytes, status: int
+) -> None:
+    """Lines that are stored with the replicas while the client is told of an internal error."""
+    purpose = b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+    about = b'--B\r\nContent-Disposition: form-data; name="file"; filename="' + name + b'"\r\n' + headers
+    body = purpose + about + b"\r\n" + "\n".join(LINES).encode() + b"\r\n--B--\r\n"
+    async with tuning_cell(redis, keys, tokenizer_folder, tmp_path) as (site, _):
+        kind = {"Content-Type": "multipart/form-data; boundary=B"}
+        async with site.http.post(FILES, data=body, headers=kind) as response:
+            assert response.status == status, await response.text()
+    assert bool(lines_at(tmp_path)) == (status == 200)

@@ -16,7 +16,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Rank = Annotated[int, Meta(ge=1, le=1024)]
 Strategy = Literal["fedavg", "fedprox", "fedavgm", "fedadam", "product"]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$(?!\n)")]
 
 
 class ReplicaState(StrEnum):

@@ -126,7 +126,10 @@ class AdapterRoutes:
 
     def _path(self, text: str) -> Path:
         root = Path(self._folder).resolve()
-        path = (root / text).resolve()
+        try:
+            path = (root / text).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidRequest(f"lora_path: is no path: {error}", param="lora_path") from error
         if not path.is_relative_to(root):
             raise InvalidRequest("lora_path: lies outside of the folder for adapters", param="lora_path")
         return path

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
 from redis.asyncio import Redis
 
 from collm_common.errors import InvalidRequest, PayloadTooLarge, RequestError, Unavailable
@@ -57,7 +58,7 @@ class Files:
                 fields, name, data = await self._read(request)
         except TimeoutError as error:
             raise SlowBody(f"the body did not arrive within {self._timeout_s:g} s", param="body") from error
-        except (ValueError, aiohttp.ClientError, web.RequestPayloadError) as error:
+        except (ValueError, aiohttp.ClientError, HttpProcessingError, web.RequestPayloadError) as error:
             raise InvalidRequest(f"the body is no multipart form: {error}", param="body") from error
         if fields.get("purpose") != PURPOSE:
             raise InvalidRequest(f"purpose: must be {PURPOSE}", param="purpose")
@@ -93,7 +94,7 @@ class Files:
                 raise InvalidRequest("the form holds another form", param="body")
             content = await self._bounded(part)
             if part.name == "file":
-                name, data = (part.filename or "file")[:255], content
+                name, data = _text(part.filename or "file")[:255], content
             elif part.name:
                 fields[part.name] = content[:256].decode(errors="replace")
         return fields, name, data
@@ -132,6 +133,11 @@ class Files:
             for query in ({"check": "1"}, {}):
                 counts = await asyncio.gather(*(_send(session, place, share, query) for place, share in shares))
         return sum(counts)
+
+
+def _text(header: str) -> str:
+    """Without the bytes of a header that are no UTF-8, which Redis would not take."""
+    return header.encode(errors="replace").decode()
 
 
 def split(data: bytes, shares: int) -> list[bytes]:

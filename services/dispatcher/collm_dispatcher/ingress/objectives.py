@@ -53,6 +53,8 @@ def tenant(headers: Mapping[str, str]) -> str:
     name = headers.get(TENANT, "")
     if len(name) > MAX_TENANT:
         raise InvalidRequest(f"{TENANT}: {len(name)} characters, the limit is {MAX_TENANT}", param=TENANT)
+    if name and not name.isprintable():
+        raise InvalidRequest(f"{TENANT}: must be printable UTF-8", param=TENANT)
     return name
 
 

@@ -61,12 +61,14 @@ def read(folder: Path, max_bytes: int) -> OutsideAdapter:
 
 def _config(path: Path) -> _Config:
     try:
+        if not path.is_file() and path.exists():
+            raise AdapterError(f"{CONFIG}: is no file")
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise AdapterError(f"{CONFIG}: is over the limit of {MAX_CONFIG_BYTES} bytes")
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
     except OSError as error:
         raise AdapterError(f"{CONFIG}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterError(f"{CONFIG}: {error}") from error
     for name in ("rank_pattern", "alpha_pattern"):
         if getattr(config, name):

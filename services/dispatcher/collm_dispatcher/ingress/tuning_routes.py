@@ -51,7 +51,7 @@ class TuningBody(Struct):
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
     training_file: Annotated[str, Meta(min_length=1, max_length=128)]
-    suffix: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,40}$")] | None = None
+    suffix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,40}$(?!\n)")] | None = None
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
