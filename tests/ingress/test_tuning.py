@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from collm_common.keys import Keys
 from collm_common.messages import TrainRound
 from collm_common.types import AdapterManifest
+from collm_dispatcher.ingress.tuning_store import TuningStore
 from tests.ingress.support import Front, front
 from tests.ingress.tuning import LINES, tuning_cell
 from tests.support.waiting import eventually
@@ -89,6 +90,22 @@ async def test_jobs_are_cancelled_while_they_wait_and_while_they_run(
             assert (await site.post(f"{JOBS}/{job['id']}/cancel", {}))[1]["status"] == "cancelled"
         await eventually(lambda: _ended(redis, keys))
         assert (await site.get(f"{JOBS}/{runs['id']}"))[1]["status"] == "cancelled"
+
+
+async def test_a_job_that_starts_while_it_is_cancelled_ends(
+    redis: Redis, keys: Keys, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """A job that trains on because it was still seen as waiting when its client gave it up."""
+    async with tuning_cell(redis, keys, tokenizer_folder, tmp_path) as (site, members):
+        for member in members:
+            member.going.clear()
+        _, file = await upload(site, "\n".join(LINES))
+        _, job = await site.post(JOBS, {"model": "m", "training_file": file["id"], "suffix": "runs"})
+        store = TuningStore(redis, keys)
+        await eventually(lambda: any(member.told(TrainRound) for member in members))
+        stale = msgspec.structs.replace(await store.find(job["id"]), status="queued")
+        await store.cancel(stale)
+        await eventually(lambda: _ended(redis, keys))
 
 
 async def _ended(redis: Redis, keys: Keys) -> bool:

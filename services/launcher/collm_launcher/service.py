@@ -126,7 +126,7 @@ class Launcher:
         self._replicas = await self._registry.replicas()
         for job in [*self.jobs.values()]:
             await self._step(job, None)
-            if not job.ended and await self._store.cancelled(job.id):
+            if not job.ended and await self._store.cancelled(job):
                 await self._apply(job, rounds.cancel(job, now))
         await self._free_strays(now)
         self._loads.tick(self._replicas, await sizes_of(self.redis, self.keys, self._replicas))

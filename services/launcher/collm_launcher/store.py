@@ -74,9 +74,11 @@ class JobStore:
         rows = await self._redis.hgetall(self._keys.wanted(model))
         return {name.decode(errors="replace"): id_.decode(errors="replace") for name, id_ in rows.items()}
 
-    async def cancelled(self, job: str) -> bool:
-        """Whether a client wants the job to end now."""
-        return bool(await self._redis.hexists(self._keys.job(job), "cancel"))
+    async def cancelled(self, job: Job) -> bool:
+        """Whether a client wants the job to end now, or gave it up at the moment when it started."""
+        if await self._redis.hexists(self._keys.job(job.id), "cancel"):
+            return True
+        return job.wanted and await self._redis.hget(self._keys.wanted(job.model), job.adapter) != job.id.encode()
 
     async def remind(self, replica: str, name: str) -> None:
         """Tell a replica the current version. One that is published at this moment is told by whoever publishes it."""
