@@ -13,7 +13,7 @@ help:
 	@echo "make demo   run the whole loop on this machine: serve, fall idle, fine-tune together, serve better"
 	@echo "make test   lint, types and tests, as CI runs them"
 	@echo "make reproduce   the paper's evaluation in the simulator: tables and pictures in docs/results/simulator"
-	@echo "make chaos  200 faults under load on a local stack (about 40 minutes); make soak  an hour of steady load"
+	@echo "make chaos  200 faults under load on a local stack (about 15 minutes); make soak  an hour of steady load"
 	@echo "make clients   other people's clients from PyPI against the API"
 	@echo "make compose-test   docker-compose.yml in a real Docker engine (needs root, docker, debootstrap)"
 	@echo "make lint | type | unit | bench | clean"
