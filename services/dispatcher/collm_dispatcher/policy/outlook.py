@@ -85,7 +85,7 @@ def fastest(fits: Iterable[Fit], stream: Stream | None) -> Pace | None:
     return min(paces, key=lambda pace: _whole_s(pace, stream.prompt_tokens), default=None)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def _mode(fit: Fit, shape: Shape, slo: Slo) -> Mode:
     return serving_mode(fit.step, shape, [slo], fit.most)
 
