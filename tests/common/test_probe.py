@@ -20,8 +20,9 @@ async def test_a_lease_that_nobody_renews_is_unwell(
 ) -> None:
     """A service that counts as healthy because its process exists."""
     monkeypatch.setenv("COLLM_REDIS_URL", broker.url)
-    with pytest.raises(Unwell, match="nobody holds the lease launcher"):
-        await probe.lease("launcher")
+    for unless_away in (False, True):
+        with pytest.raises(Unwell, match="nobody holds the lease launcher"):
+            await probe.lease("launcher", unless_away)
     await redis.set(keys.lease("launcher"), "somebody", px=60_000)
     await probe.lease("launcher")
 
@@ -31,6 +32,8 @@ async def test_a_broker_that_is_away_is_unwell(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLLM_REDIS_URL", "redis://127.0.0.1:1/0")
     with pytest.raises(Unwell, match="broker away"):
         await probe.lease("launcher")
+    # What starts a service again must not do it because of the broker.
+    await probe.lease("launcher", unless_away=True)
 
 
 async def test_a_failing_answer_is_unwell() -> None:
