@@ -1,18 +1,15 @@
-"""The engine on a GPU: is it right, how far from the memory's speed, and what a trainer beside it costs.
+"""The engine on a GPU: is it right, and how far from the memory's speed.
 
 Random weights in the shapes of Llama-3.1-8B (or of `--layers` of its layers). Every part runs even if another fails;
 results go to a JSON file after each, next to those of earlier runs.
-`--trainer` is the second process of the part `beside`.
+What a trainer beside it costs is `bench/beside.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
-import os
-import select
 import statistics
 import subprocess
 import sys
@@ -27,146 +24,36 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.llama import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from collm_common.messages import Delta, Request
-from collm_common.types import AdapterRef, SamplingParams, Slo
+from bench.gpu_model import (
+    ADAPTER,
+    CONTEXT,
+    DEVICE,
+    RANK,
+    SHAPE,
+    TINY,
+    Owner,
+    Result,
+    adapter_tensors,
+    engine_on,
+    finish,
+    model_folder,
+    prompt_of,
+    quantiles,
+    request,
+)  # fmt: skip
+from collm_common.types import AdapterRef
 from collm_replica import weights
 from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.engine import Engine
-from collm_replica.engine.transfer import upload_all
-from collm_replica.finetune.lora import Lora
-from collm_replica.models import skeleton
-from collm_replica.mps import Mps, MpsError
-from collm_replica.sm_share import VARIABLE as SHARE
-from collm_replica.telemetry import GpmUtilisation
-from tests.support.models import byte_tokenizer, random_adapter, tiny_model_folder
+from collm_replica.models import load_tokenizer, skeleton
+from tests.support.models import random_adapter, tiny_model_folder
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 16384,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-TINY: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512
-}  # fmt: skip
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SLOTS, RANK, CONTEXT, SIZES = 4, 16, 320, (1, 16, 64, 256)
-ADAPTER = AdapterRef("a", "1")
+SIZES = (1, 16, 64, 256)
 TILINGS = ((64, 3, 4, 1), (64, 2, 4, 1), (128, 2, 4, 1), (128, 3, 8, 1), (32, 4, 2, 1), (64, 3, 2, 1), (64, 3, 4, 2))
-MODE_S, PROMPTS, LENGTHS, TRAIN_STEPS = 55.0, 120, (17, 45), 250
-Result = dict[str, Any]
-
-
-# --- a model and an engine
-
-
-def model_folder(path: Path, layers: int) -> Path:
-    """A folder with a config and no weights."""
-    config = LlamaConfig(**SHAPE, num_hidden_layers=layers, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(path)
-    return path
-
-
-class Owner:
-    """Random weights in one flat buffer, with room for slots behind them, as the inference process has them."""
-
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        model: Any = skeleton(folder, torch.bfloat16)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-        self.manifest = weights.layout(shapes, torch.bfloat16, SLOTS * RANK)
-        self.flat = torch.zeros(self.manifest.size, dtype=torch.uint8, device=DEVICE)
-        self.banks = weights.banks(self.flat, self.manifest)
-        views = weights.views(self.flat, self.manifest)
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-        for tensor in views.values():
-            if tensor.dim() > 1:
-                tensor.normal_(0.0, 0.02, generator=generator)
-            else:
-                tensor.fill_(1.0)
-        self.model = weights.assemble(model, views)
-
-    def export(self) -> bytes:
-        """For the trainer."""
-        return weights.export(self.flat, self.manifest)
-
-
-def adapter_tensors(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """A LoRA of every linear, as PEFT saves it."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    tensors = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and "layers" in name:
-            a = torch.randn(RANK, module.in_features, generator=generator, device=DEVICE) * module.in_features**-0.5
-            b = torch.randn(module.out_features, RANK, generator=generator, device=DEVICE) * 0.02
-            tensors[f"base_model.model.{name}.lora_A.weight"] = a
-            tensors[f"base_model.model.{name}.lora_B.weight"] = b
-    return tensors
-
-
-def engine_on(owner: Owner, **config: Any) -> Engine:
-    """With one adapter published, in the last slot."""
-    bounds: dict[str, Any] = {
-        "max_batch": max(SIZES),
-        "kv_bytes": 48 << 30,
-        "step_tokens": 16384,
-        "slots": SLOTS,
-        "max_rank": RANK,
-        "context_tokens": 8704,
-        "max_waiting": 1024,
-        "fused": True,
-        "run_ahead": True,
-    }
-    engine = Engine(owner.model, byte_tokenizer(), EngineConfig(**bounds | config), banks=owner.banks)
-    engine.load_adapter(ADAPTER, adapter_tensors(owner.model, 1), RANK, 2.0 * RANK)
-    engine.publish(ADAPTER)
-    return engine
-
-
-def request(name: str, prompt: Sequence[int], max_tokens: int, adapter: bool) -> Request:
-    """Greedy, to its full length."""
-    return Request(
-        id=name,
-        ingress="bench",
-        model="bench",
-        prompt=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        slo=Slo("bench"),
-        arrival_s=0.0,
-        deadline_s=1.0,
-        adapter=ADAPTER.name if adapter else "",
-    )
-
-
-def prompt_of(length: int, seed: int, vocabulary: int = 256) -> list[int]:
-    """Random tokens."""
-    return torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def finish(engine: Engine) -> dict[str, list[int]]:
-    """Step until nothing is left; each request's tokens."""
-    answers: dict[str, list[int]] = {}
-    while engine.has_work:
-        for reply in engine.step().replies:
-            if isinstance(reply, Delta):
-                answers.setdefault(reply.id, []).extend(reply.tokens)
-    return answers
-
-
-def quantiles(values: Sequence[float]) -> Result:
-    """Median, 95th and 99th percentile, largest."""
-    ordered = sorted(values)
-    at = {name: ordered[min(len(ordered) - 1, int(q * len(ordered)))] for name, q in (("p95", 0.95), ("p99", 0.99))}
-    return {"median": statistics.median(ordered), **at, "max": ordered[-1], "n": len(ordered)}
+PROMPTS, LENGTHS, TRAIN_STEPS = 120, (17, 45), 250
 
 
 # --- parts
@@ -261,36 +148,45 @@ def captured_logits(engine: Engine, bench: Bench) -> list[torch.Tensor]:
 
 
 def identical(bench: Bench) -> Result:
-    """Greedy answers of small trained bfloat16 models: fused, one step ahead, against `generate` and plain.
+    """Greedy answers in bfloat16: fused, one step ahead, against `generate` and plain.
 
-    `float32_as_generate` says how many answers the precision alone leaves the same.
+    By small models that were trained for a moment, and by `--model`. `float32_as_generate` says how many answers the
+    precision alone leaves the same.
     """
-    found: Result = {}
-    for family in ("llama", "qwen3"):
-        folder = trained_model(bench.scratch / family, family)
-        adapter = random_adapter(folder, 8, 16.0, seed=1)
-        config = EngineConfig(max_batch=16, slots=3, max_rank=8, context_tokens=256, kv_bytes=2**26, step_tokens=128)
-        load: Any = AutoModelForCausalLM.from_pretrained
-        answers: dict[str, dict[str, list[int]]] = {}
-        for name, way in (("fused", {"fused": True, "run_ahead": True}), ("plain", {})):
-            model = load(folder, dtype=torch.bfloat16).to(DEVICE)
-            engine = Engine(model, byte_tokenizer(), EngineConfig(**{**vars(config), **way}))
-            engine.load_adapter(ADAPTER, adapter, 8, 16.0)
-            engine.publish(ADAPTER)
-            for number in range(PROMPTS):
-                engine.add(request(str(number), text_of(LENGTHS[number % 2], number), 24, adapter=number % 3 == 0))
-            answers[name] = finish(engine)
-        wide, reference = (load(folder, dtype=dtype).to(DEVICE).eval() for dtype in (torch.float32, torch.bfloat16))
-        wanted, precise = (generate_all(model) for model in (reference, wide))
-        found[family] = {
-            "prompts_as_generate": sum(answers["fused"][name] == tokens for name, tokens in wanted.items())
-            / len(wanted),
-            "plain_as_generate": sum(answers["plain"][name] == tokens for name, tokens in wanted.items()) / len(wanted),
-            "float32_as_generate": sum(precise[name] == tokens for name, tokens in wanted.items()) / len(wanted),
-            "prompts_as_plain": sum(answers["fused"][name] == tokens for name, tokens in answers["plain"].items())
-            / PROMPTS,
-        }
-    return found
+    folders = {family: trained_model(bench.scratch / family, family) for family in ("llama", "qwen3")}
+    if bench.model is not None:
+        folders["model"] = bench.model
+    return {name: answers_compared(folder) for name, folder in folders.items()}
+
+
+def answers_compared(folder: Path) -> Result:
+    """Shares of the prompts whose answers are the same, token for token."""
+    adapter = random_adapter(folder, 8, 16.0, seed=1)
+    config = EngineConfig(max_batch=16, slots=3, max_rank=8, context_tokens=256, kv_bytes=2**28, step_tokens=128)
+    tokenizer: Any = load_tokenizer(folder)
+    text = tokenizer(corpus().decode(), add_special_tokens=False).input_ids
+    load: Any = AutoModelForCausalLM.from_pretrained
+    answers: dict[str, dict[str, list[int]]] = {}
+    for name, way in (("fused", {"fused": True, "run_ahead": True}), ("plain", {})):
+        engine = Engine(load(folder, dtype=torch.bfloat16).to(DEVICE), tokenizer, EngineConfig(**vars(config) | way))
+        engine.load_adapter(engine.stage(ADAPTER, adapter, 8, 16.0))
+        engine.publish(ADAPTER)
+        for number in range(PROMPTS):
+            prompt = piece(text, LENGTHS[number % 2], number)
+            engine.add(request(str(number), prompt, 24, adapter=number % 3 == 0))
+        answers[name] = finish(engine)
+    wide, reference = (load(folder, dtype=dtype).to(DEVICE).eval() for dtype in (torch.float32, torch.bfloat16))
+    wanted, precise = (generate_all(model, text) for model in (reference, wide))
+
+    def same(these: dict[str, list[int]], those: dict[str, list[int]]) -> float:
+        return sum(these[name] == tokens for name, tokens in those.items()) / len(those)
+
+    return {
+        "prompts_as_generate": same(answers["fused"], wanted),
+        "plain_as_generate": same(answers["plain"], wanted),
+        "float32_as_generate": same(precise, wanted),
+        "prompts_as_plain": same(answers["fused"], answers["plain"]),
+    }
 
 
 def corpus() -> bytes:
@@ -299,11 +195,10 @@ def corpus() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(root.glob("services/replica/collm_replica/**/*.py")))
 
 
-def text_of(length: int, seed: int) -> list[int]:
-    """A piece of the corpus as tokens."""
-    text = corpus()
-    start = int(torch.randint(0, len(text) - length, (1,), generator=torch.Generator().manual_seed(seed)))
-    return list(text[start : start + length])
+def piece(tokens: Sequence[int], length: int, seed: int) -> list[int]:
+    """A part of the corpus."""
+    start = int(torch.randint(0, len(tokens) - length, (1,), generator=torch.Generator().manual_seed(seed)))
+    return list(tokens[start : start + length])
 
 
 def trained_model(path: Path, family: str) -> Path:
@@ -326,12 +221,12 @@ def trained_model(path: Path, family: str) -> Path:
     return folder
 
 
-def generate_all(model: Any) -> dict[str, list[int]]:
+def generate_all(model: Any, text: Sequence[int]) -> dict[str, list[int]]:
     """The answers to the prompts without an adapter, those of one length as one batch."""
     answers: dict[str, list[int]] = {}
     for parity, length in enumerate(LENGTHS):
         numbers = [number for number in range(parity, PROMPTS, 2) if number % 3]
-        tokens = generate(model, [text_of(length, number) for number in numbers])
+        tokens = generate(model, [piece(text, length, number) for number in numbers])
         answers |= {str(number): row for number, row in zip(numbers, tokens, strict=True)}
     return answers
 
@@ -380,17 +275,24 @@ def timed_steps(engine: Engine, count: int) -> list[float]:
 
 
 def throughput(bench: Bench) -> Result:
-    """Requests of 256 in and 128 out, all at once, to the last token; the first run of each size warms up."""
+    """Requests of 256 in and 128 out, all at once, to the last token, in tokens a second; the first run warms up."""
     rates: Result = {}
     for count in (64, 256):
-        for adapter in (False, False, True, True):
-            for number in range(count):
-                bench.engine.add(request(str(number), prompt_of(256, number), 128, adapter))
-            started_s = time.perf_counter()
-            answers = finish(bench.engine)
-            elapsed_s = time.perf_counter() - started_s
-            assert sum(map(len, answers.values())) == count * 128
-            rates[f"{count}{' with adapters' if adapter else ''}"] = count * 128 / elapsed_s
+        for adapter in (False, True):
+            found = []
+            for turn in range(4):
+                for number in range(count):
+                    # Not the prompts of the run before: their keys and values may still be there.
+                    prompt = prompt_of(256, 1000 * turn + number)
+                    bench.engine.add(request(str(number), prompt, 128, adapter))
+                started_s = time.perf_counter()
+                answers = finish(bench.engine)
+                found.append(count * 128 / (time.perf_counter() - started_s))
+                assert sum(map(len, answers.values())) == count * 128
+            rates[f"{count}{' with adapters' if adapter else ''}"] = {
+                "median": statistics.median(found[1:]),
+                "all": found,
+            }
     return rates
 
 
@@ -405,9 +307,9 @@ def prefill(bench: Bench) -> Result:
     ):
         for adapter in (False, True):
             times = []
-            for _ in range(3):
+            for turn in range(3):
                 for number in range(count):
-                    bench.engine.add(request(str(number), prompt_of(length, number), 1, adapter))
+                    bench.engine.add(request(str(number), prompt_of(length, 1000 * turn + number), 1, adapter))
                 started_s = time.perf_counter()
                 finish(bench.engine)
                 times.append((time.perf_counter() - started_s) * 1e3)
@@ -448,14 +350,14 @@ def swap(bench: Bench) -> Result:
     with ThreadPoolExecutor(1) as pool:
         for version in ("2", "3"):
             started_s = time.perf_counter()
-            moving = pool.submit(upload_all, on_host, engine_device(engine))
+            moving = pool.submit(engine.stage, AdapterRef(ADAPTER.name, version), on_host, RANK, 2.0 * RANK)
             during = [engine.step().duration_s * 1e3]
             while not moving.done():
                 during.append(engine.step().duration_s * 1e3)
             moved_s = time.perf_counter()
-            ref = AdapterRef(ADAPTER.name, version)
-            engine.load_adapter(ref, moving.result(), RANK, 2.0 * RANK)
-            engine.publish(ref)
+            staged = moving.result()
+            engine.load_adapter(staged)
+            engine.publish(staged.ref)
             live_s = time.perf_counter()
             after = engine.step().duration_s
             result[version] = {
@@ -576,154 +478,14 @@ def start_up(bench: Bench) -> Result:
     return {"gb_s": size / min(times) / 1e9, "bytes": size, "seconds_for_16_gb": 16e9 / (size / min(times))}
 
 
-def beside(bench: Bench) -> Result:
-    """Decode steps next to a trainer on the same weights: taking turns, and under MPS by the trainer's SM share."""
-    found: Result = {}
-    for mode in ("mps 30", "turns", "mps 100"):
-        if time.perf_counter() > bench.deadline_s - MODE_S:
-            found[mode] = {"skipped": "no time left"}
-            continue
-        folder = Path(tempfile.mkdtemp(prefix="collm-mps-", dir="/tmp"))
-        mps = Mps(folder)
-        environment = dict(os.environ)
-        started = False
-        try:
-            if mode != "turns":
-                mps.start()
-                started = True
-                environment |= mps.environment
-            command = [
-                sys.executable,
-                __file__,
-                "--inference",
-                mode.removeprefix("mps "),
-                "--layers",
-                str(bench.layers),
-            ]
-            output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-            lines = [line for line in output.stdout.splitlines() if line.startswith("{")]
-            found[mode] = json.loads(lines[-1]) if lines else {"error": (output.stdout + output.stderr)[-3000:]}
-        except (MpsError, subprocess.TimeoutExpired) as error:
-            found[mode] = {"error": str(error)[-2000:]}
-        finally:
-            if started:
-                mps.stop()
-        bench.save("beside", found)
-    return found
-
-
-# --- the two processes of `beside`
-
-
-def inference_process(share: str, layers: int, scratch: Path) -> Result:
-    """Owns the weights, starts the trainer, times steps alone and beside it."""
-    owner = Owner(model_folder(scratch / "model", layers))
-    engine = engine_on(owner, max_batch=64, kv_bytes=24 << 30, context_tokens=2048)
-    (scratch / "export").write_bytes(owner.export())
-    environment = dict(os.environ) | ({} if share == "turns" else {SHARE: share})
-    command = [sys.executable, __file__, "--trainer", str(scratch), "--layers", str(layers)]
-    rows: Result = {"alone": beside_rows(engine)}
-    free = torch.cuda.mem_get_info()[0]
-    trainer: Any = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        rows["attach"] = json.loads(next_json(trainer))
-        for batch in (4, 16):
-            print(batch, file=trainer.stdin, flush=True)
-            next_json(trainer)
-            row = beside_rows(engine)
-            print(0, file=trainer.stdin, flush=True)
-            row["trainer"] = json.loads(next_json(trainer))
-            row["memory_gb"] = (free - torch.cuda.mem_get_info()[0]) / 1e9
-            rows[f"B={batch}"] = row
-    finally:
-        trainer.kill()
-        trainer.wait()
-    rows["after kill -9"] = beside_rows(engine)
-    return rows
-
-
-def next_json(process: Any) -> str:
-    """The next line of JSON that it prints. Raises EOFError when it is gone."""
-    for line in process.stdout:
-        if line.startswith("{"):
-            return str(line)
-    raise EOFError(f"the trainer ended with {process.poll()}")
-
-
-def beside_rows(engine: Engine, seconds: float = 4.0) -> Result:
-    """Decode steps for some seconds at n = 64, SM activity beside them, and one prefill of 2,048 tokens."""
-    try:
-        gpm: Any = GpmUtilisation(0)
-    except Exception as error:  # NVML's own family of errors; the row then says so
-        gpm = error
-    for number in range(64):
-        engine.add(request(str(number), prompt_of(CONTEXT, number), 1600, adapter=True))
-    timed_steps(engine, 10)
-    if isinstance(gpm, GpmUtilisation):
-        gpm.read(0.0)
-    durations, until_s = [], time.perf_counter() + seconds
-    while time.perf_counter() < until_s:
-        durations.append(engine.step().duration_s * 1e3)
-    activity = gpm.read(0.0) if isinstance(gpm, GpmUtilisation) else str(gpm)
-    for number in range(64):
-        engine.cancel(str(number))
-    finish(engine)
-    return {"step_ms": quantiles(durations), "sm_activity": activity}
-
-
-def trainer_process(scratch: Path, layers: int) -> None:
-    """Attaches to the weights, then trains B x 256 tokens a step while its input says a B above 0."""
-    torch.zeros(1, device=DEVICE)
-    before = torch.cuda.mem_get_info()[0]
-    started_s = time.perf_counter()
-    views, _ = weights.attach_device((scratch / "export").read_bytes())
-    model = weights.assemble(skeleton(scratch / "model", torch.bfloat16), views)
-    taken = before - torch.cuda.mem_get_info()[0]
-    print(json.dumps({"attach_s": time.perf_counter() - started_s, "bytes": taken}), flush=True)
-    lora = Lora(model, RANK, 2.0 * RANK)
-    lora.load(lora.fresh(0))
-    lora.model.gradient_checkpointing_enable({"use_reentrant": False})
-    lora.model.enable_input_require_grads()
-    lora.model.train()
-    optimizer = torch.optim.AdamW(lora.parameters, lr=1e-4)
-    batch, pending, times = 0, "", list[float]()
-    while True:
-        if select.select([0], [], [], 0.0 if batch else 0.05)[0]:
-            pending += os.read(0, 64).decode()
-        while "\n" in pending:
-            line, pending = pending.split("\n", 1)
-            if int(line):
-                batch, times = int(line), []
-                for _ in range(2):
-                    train_step(lora, optimizer, batch)
-                print(json.dumps({"warm": batch}), flush=True)
-            else:
-                batch = 0
-                peak = torch.cuda.max_memory_allocated()
-                print(json.dumps({"step_ms": quantiles(times or [math.nan]), "peak_bytes": peak}), flush=True)
-        if batch:
-            started_s = time.perf_counter()
-            train_step(lora, optimizer, batch)
-            times.append((time.perf_counter() - started_s) * 1e3)
-
-
-def train_step(lora: Lora, optimizer: torch.optim.Optimizer, batch: int) -> None:
-    """One step of B x 256 random tokens, to its end on the device."""
-    ids = torch.randint(0, 1000, (batch, 256), device=DEVICE)
-    torch.autograd.backward(lora.model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    torch.cuda.synchronize()
-
-
 # --- all
 
 
 class Bench:
     """What the parts share; the full model and its engine are made once, when first needed."""
 
-    def __init__(self, layers: int, out: Path, scratch: Path, budget_s: float) -> None:
-        self.layers, self.out, self.scratch = layers, out, scratch
+    def __init__(self, layers: int, out: Path, scratch: Path, budget_s: float, model: Path | None = None) -> None:
+        self.layers, self.out, self.scratch, self.model = layers, out, scratch, model
         self.deadline_s = time.perf_counter() + budget_s
         device = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
         self.results: Result = json.loads(out.read_text()) if out.exists() else {}
@@ -764,14 +526,8 @@ class Bench:
         self.results[name] = result
         self.out.write_text(json.dumps(self.results, indent=1) + "\n")
 
-    def release(self) -> None:
-        """Give the memory of the full model back."""
-        self._engine = self._owner = None
-        gc.collect()
-        torch.cuda.empty_cache()
 
-
-ALL = (ceilings, correct, decode, identical, throughput, swap, prefill, stalls, start_up, profile, attention, beside)
+ALL = (ceilings, correct, decode, identical, throughput, swap, prefill, stalls, start_up, profile, attention)
 PARTS: dict[str, Callable[[Bench], Result]] = {part.__name__: part for part in ALL}
 
 
@@ -783,8 +539,6 @@ def run(bench: Bench, parts: Sequence[str]) -> int:
         if begun_s > bench.deadline_s:
             bench.save(name, {"skipped": "no time left"})
             continue
-        if name == "beside":
-            bench.release()
         try:
             bench.save(name, PARTS[name](bench))
         except Exception:
@@ -794,7 +548,9 @@ def run(bench: Bench, parts: Sequence[str]) -> int:
         print(f"== {name} ({spent_s:.1f} s)\n{json.dumps(bench.results[name])[:2400]}", flush=True)
         if "CUDA error" in bench.results[name].get("traceback", "") and parts[index + 1 :]:
             left_s = str(bench.deadline_s - time.perf_counter())
-            again = ["--layers", str(bench.layers), "--out", str(bench.out), "--budget-s", left_s, "--parts"]
+            again = ["--layers", str(bench.layers), "--out", str(bench.out), "--budget-s", left_s]
+            again += ["--model", str(bench.model)] if bench.model else []
+            again += ["--parts"]
             return (
                 failed + subprocess.run([sys.executable, __file__, *again, *parts[index + 1 :]], check=False).returncode
             )
@@ -810,19 +566,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no part after this many seconds")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether the bench itself runs")
-    parser.add_argument("--inference", help=argparse.SUPPRESS)
-    parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help="the answers of this one too, a small one in safetensors")
     arguments = parser.parse_args()
     if arguments.tiny:
         SHAPE.update(TINY)
-    if arguments.trainer is not None:
-        trainer_process(arguments.trainer, arguments.layers)
-        return
     with tempfile.TemporaryDirectory() as scratch:
-        if arguments.inference is not None:
-            print(json.dumps(inference_process(arguments.inference, arguments.layers, Path(scratch))), flush=True)
-            return
-        failed = run(Bench(arguments.layers, arguments.out, Path(scratch), arguments.budget_s), arguments.parts)
+        bench = Bench(arguments.layers, arguments.out, Path(scratch), arguments.budget_s, arguments.model)
+        failed = run(bench, arguments.parts)
     raise SystemExit(1 if failed else 0)
 
 

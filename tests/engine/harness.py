@@ -92,7 +92,7 @@ def make_engine(folder: Path, config: EngineConfig = CONFIG) -> Engine:
 
 
 def publish(engine: EngineCore, ref: AdapterRef, tensors: dict[str, torch.Tensor], rank: int, alpha: float) -> None:
-    assert engine.load_adapter(ref, tensors, rank, alpha)
+    assert engine.load_adapter(engine.stage(ref, tensors, rank, alpha))
     engine.publish(ref)
 
 

@@ -205,21 +205,21 @@ def test_without_a_free_slot_a_load_is_put_off(folders: Folders) -> None:
     folder = folders("llama")
     adapter = random_adapter(folder, 4, 8.0)
     engine = make_engine(folder, replace(CONFIG, slots=1))
-    assert engine.load_adapter(A, adapter, 4, 8.0)
-    assert engine.load_adapter(A, adapter, 4, 8.0)
-    assert not engine.load_adapter(AdapterRef("a", "2"), adapter, 4, 8.0)
+    assert engine.load_adapter(engine.stage(A, adapter, 4, 8.0))
+    assert engine.load_adapter(engine.stage(A, adapter, 4, 8.0))
+    assert not engine.load_adapter(engine.stage(AdapterRef("a", "2"), adapter, 4, 8.0))
     engine.discard(A)
-    assert engine.load_adapter(AdapterRef("a", "2"), adapter, 4, 8.0)
+    assert engine.load_adapter(engine.stage(AdapterRef("a", "2"), adapter, 4, 8.0))
     with pytest.raises(AdapterError, match="is the base model"):
-        engine.load_adapter(AdapterRef("a", "0"), adapter, 4, 8.0)
+        engine.stage(AdapterRef("a", "0"), adapter, 4, 8.0)
     with pytest.raises(AdapterError, match="no slots"):
-        make_engine(folder, replace(CONFIG, slots=0)).load_adapter(A, adapter, 4, 8.0)
+        make_engine(folder, replace(CONFIG, slots=0)).stage(A, adapter, 4, 8.0)
 
 
 def test_an_unfit_adapter_takes_no_slot(folders: Folders, engine: Engine) -> None:
     """Catches a slot lost with every bad adapter."""
     with pytest.raises(AdapterError, match="rank 9"):
-        engine.load_adapter(A, random_adapter(folders("llama"), 9, 8.0), 9, 8.0)
+        engine.stage(A, random_adapter(folders("llama"), 9, 8.0), 9, 8.0)
     assert engine.free_slots == CONFIG.slots
 
 
@@ -322,7 +322,7 @@ def test_nothing_leaks_in_a_random_workload(folders: Folders) -> None:
         if chance.random() < 0.1:
             rank = chance.choice((2, 4))
             ref = AdapterRef("a", str(version + 1))
-            if engine.load_adapter(ref, adapters[rank], rank, 8.0):
+            if engine.load_adapter(engine.stage(ref, adapters[rank], rank, 8.0)):
                 if chance.random() < 0.8:
                     engine.publish(ref)
                     version += 1

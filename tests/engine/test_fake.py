@@ -69,12 +69,12 @@ def test_an_iteration_takes_the_time_it_is_told() -> None:
 def test_quality_and_versions() -> None:
     """Catches a fake that forgets its adapters: later versions must be better, each request keep its own."""
     engine = FakeEngine()
-    assert engine.load_adapter(A, {}, 8, 16.0)
+    assert engine.load_adapter(engine.stage(A, {}, 8, 16.0))
     engine.publish(A)
     engine.add(request("old", [1, 2], 4, adapter="a", reference=(5, 6, 7)))
     engine.add(request("base", [1, 2], 4, reference=(5, 6, 7)))
     answers = drain(engine, steps=2)
-    assert engine.load_adapter(AdapterRef("a", "2"), {}, 8, 16.0)
+    assert engine.load_adapter(engine.stage(AdapterRef("a", "2"), {}, 8, 16.0))
     engine.publish(AdapterRef("a", "2"))
     engine.add(request("new", [1, 2], 4, adapter="a", reference=(5, 6, 7)))
     drain(engine, answers)

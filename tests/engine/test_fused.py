@@ -38,8 +38,8 @@ def decoder(folders: Folders, family: str, operators: Operators, **overrides: An
     folder = folders(family, head_dim=32, **overrides) if family != "qwen2" else folders(family, hidden_size=128)
     made = Decoder(load(folder).to(DEVICE, DTYPE), operators, slots=3, max_rank=8, context_tokens=CONTEXT)
     bank = SlotBank(made.places, 8)
-    bank.load(0, random_adapter(folder, 8, 16.0, seed=1), 8, 16.0)
-    bank.load(2, random_adapter(folder, 3, 4.0, ["q_proj", "v_proj", "up_proj", "o_proj"], seed=2), 3, 4.0)
+    bank.load(0, bank.stage(random_adapter(folder, 8, 16.0, seed=1), 8, 16.0))
+    bank.load(2, bank.stage(random_adapter(folder, 3, 4.0, ["q_proj", "v_proj", "up_proj", "o_proj"], seed=2), 3, 4.0))
     return made
 
 

@@ -22,7 +22,7 @@ def test_score_equals_hugging_face_loss(folders: Folders, family: str) -> None:
     folder = folders(family)
     adapter = random_adapter(folder, 4, 8.0, seed=1)
     engine = make_engine(folder)
-    assert engine.load_adapter(A, adapter, 4, 8.0)
+    assert engine.load_adapter(engine.stage(A, adapter, 4, 8.0))
     for prompt, reference in (prompts(20, 9), prompts(1, 30, seed=1), prompts(30, 1, seed=2)):
         base, tuned = engine.score(prompt, reference), engine.score(prompt, reference, A)
         assert base.cross_entropy == pytest.approx(loss(load(folder), prompt, reference), abs=1e-4)

@@ -36,7 +36,7 @@ def written(decoder: Decoder) -> int:
 
 def refuse(bank: SlotBank, tensors: dict[str, torch.Tensor], rank: int, match: str) -> None:
     with pytest.raises(AdapterError, match=match):
-        bank.load(0, tensors, rank, 8.0)
+        bank.stage(tensors, rank, 8.0)
 
 
 def test_unfit_adapters_are_refused_by_name_and_write_nothing(
@@ -62,9 +62,9 @@ def test_unfit_adapters_are_refused_by_name_and_write_nothing(
 
 def test_a_cleared_slot_is_zero_and_its_neighbour_untouched(folders: Folders, decoder: Decoder, bank: SlotBank) -> None:
     """Catches an old version that shines through, and a clear that hits the wrong columns."""
-    bank.load(0, random_adapter(folders("llama"), 4, 8.0, seed=1), 4, 8.0)
+    bank.load(0, bank.stage(random_adapter(folders("llama"), 4, 8.0, seed=1), 4, 8.0))
     alone = written(decoder)
-    bank.load(1, random_adapter(folders("llama"), 2, 8.0, ["q_proj"], seed=2), 2, 8.0)
+    bank.load(1, bank.stage(random_adapter(folders("llama"), 2, 8.0, ["q_proj"], seed=2), 2, 8.0))
     bank.clear(1)
     assert written(decoder) == alone
     bank.clear(0)
@@ -74,17 +74,17 @@ def test_a_cleared_slot_is_zero_and_its_neighbour_untouched(folders: Folders, de
 def test_a_smaller_adapter_leaves_nothing_of_the_one_before(folders: Folders, decoder: Decoder, bank: SlotBank) -> None:
     """Catches rank 4 rows and modules that stay when rank 2 on one module follows."""
     small = random_adapter(folders("llama"), 2, 8.0, ["q_proj"], seed=2)
-    bank.load(0, small, 2, 8.0)
+    bank.load(0, bank.stage(small, 2, 8.0))
     alone = written(decoder)
-    bank.load(0, random_adapter(folders("llama"), 4, 8.0, seed=1), 4, 8.0)
-    bank.load(0, small, 2, 8.0)
+    bank.load(0, bank.stage(random_adapter(folders("llama"), 4, 8.0, seed=1), 4, 8.0))
+    bank.load(0, bank.stage(small, 2, 8.0))
     assert written(decoder) == alone
 
 
 def test_half_precision_tensors_are_taken(folders: Folders, decoder: Decoder, bank: SlotBank) -> None:
     """Catches a bank that only takes its own dtype."""
     tensors = random_adapter(folders("llama"), 4, 8.0)
-    bank.load(0, {name: tensor.bfloat16() for name, tensor in tensors.items()}, 4, 8.0)
+    bank.load(0, bank.stage({name: tensor.bfloat16() for name, tensor in tensors.items()}, 4, 8.0))
     assert written(decoder) > 0
 
 
@@ -99,7 +99,8 @@ def test_banks_behind_the_weights_are_used_where_they_are(folders: Folders) -> N
         views[name].copy_(tensor)
     model = weights.assemble(skeleton(folder, torch.float32), views)
     decoder = Decoder(model, Operators(), slots=2, max_rank=4, context_tokens=16, banks=banks)
-    SlotBank(decoder.places, 4).load(1, random_adapter(folder, 4, 8.0), 4, 8.0)
+    bank = SlotBank(decoder.places, 4)
+    bank.load(1, bank.stage(random_adapter(folder, 4, 8.0), 4, 8.0))
     for group in {place.group for place in decoder.places.values()}:
         assert group.wide is not None
         assert group.weight.data_ptr() == group.linears[0].weight.data_ptr()

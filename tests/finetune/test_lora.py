@@ -10,6 +10,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from collm_replica.finetune.lora import Lora
+from collm_replica.finetune.loss import precision
 from tests.support.models import FAMILIES, VOCAB, random_adapter, tiny_model_folder
 
 IDS = torch.arange(12)[None] % VOCAB
@@ -50,7 +51,10 @@ def test_only_float32_adapters_of_all_linears_are_trained_on_a_frozen_base(folde
     assert len(trained) == len(lora.parameters) == 2 * 7 * 2
     assert all("lora_" in name for name in trained)
     assert {parameter.dtype for parameter in lora.parameters} == {torch.float32}
-    lora.model(input_ids=IDS, labels=IDS).loss.backward()
+    with precision(lora.model):
+        loss = lora.model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert {parameter.grad.dtype for parameter in lora.parameters if parameter.grad is not None} == {torch.float32}
     assert {name for name, parameter in lora.model.named_parameters() if parameter.grad is not None} == trained
 
 

@@ -199,7 +199,7 @@ async def test_where_no_slot_can_become_free_a_request_may_come_again(redis: Red
     """A request that waits for ever beside a snapshot that nobody may throw out."""
     await store_adapter(redis, keys, "shop", 1)
     async with serving(redis, settings(slots=1)) as running:
-        running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
+        await running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
         await eventually(lambda: running.engine.versions.get("desk") == AdapterRef("desk", "0.2"))
         await send(redis, keys, request("current", adapter="shop"))
         await send(redis, keys, request("pinned", adapter="shop", version="1"))
@@ -291,12 +291,12 @@ async def test_a_snapshot_never_takes_the_place_of_something_newer(redis: Redis,
     """A late snapshot of an old round that hides the version which was published after it."""
     await store_adapter(redis, keys, "desk", 1)
     async with serving(redis, settings()) as running:
-        running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
+        await running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.2"), {}, 4, 8.0))
         await eventually(lambda: running.engine.versions.get("desk") == AdapterRef("desk", "0.2"))
         await running.versions.load("desk", 1)
         await eventually(lambda: running.engine.versions["desk"] == AdapterRef("desk", "1"))
-        running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.3"), {}, 4, 8.0))
-        running.versions.take_snapshot(Loaded(AdapterRef("desk", "1.1"), {}, 4, 8.0))
+        await running.versions.take_snapshot(Loaded(AdapterRef("desk", "0.3"), {}, 4, 8.0))
+        await running.versions.take_snapshot(Loaded(AdapterRef("desk", "1.1"), {}, 4, 8.0))
         await eventually(lambda: running.engine.versions["desk"] == AdapterRef("desk", "1.1"))
 
 

@@ -79,13 +79,13 @@ def fake(settings: ReplicaSettings) -> Loadout:
     return Loadout(engine, CpuUtilisation(), lambda: "fake", None, lambda data, manifest: {}, lambda path: {})
 
 
-def warm_up(engine: InferenceEngine) -> None:
-    """One real request to its end: readiness means that a step was done."""
+def warm_up(engine: InferenceEngine, prompt_tokens: int) -> None:
+    """One real request to its end: readiness means that a step was done, and had the memory for it."""
     request = Request(
         id="warm-up",
         ingress="none",
         model="none",
-        prompt=(1, 2, 3),
+        prompt=(1,) * prompt_tokens,
         sampling=SamplingParams(max_tokens=2, ignore_eos=True),
         slo=Slo("none"),
         arrival_s=0.0,
@@ -151,7 +151,7 @@ async def take_snapshot(message: Snapshot, serving: Serving, loadout: Loadout) -
         return
     finally:
         path.unlink(missing_ok=True)
-    serving.versions.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
+    await serving.versions.take_snapshot(Loaded(message.ref, tensors, message.rank, message.alpha))
 
 
 async def say_alive(channel: Channel, serving: Serving) -> None:
@@ -171,7 +171,8 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
         from collm_replica.loading import load_model
 
         loadout = await asyncio.to_thread(load_model, settings, weights_fd)
-    await asyncio.to_thread(warm_up, loadout.engine)
+    most = min(settings.context_tokens - 2, engine_config(settings).step_tokens)
+    await asyncio.to_thread(warm_up, loadout.engine, most if loadout.export is not None else 3)
     digest = await asyncio.to_thread(loadout.digest)
     log.info("ready to serve after %.1f s", time.monotonic() - started_s)
     async with connection(settings.redis_url) as redis:

@@ -8,7 +8,6 @@ import torch
 
 from collm_replica import adapters, weights
 from collm_replica.engine.engine import Engine
-from collm_replica.engine.transfer import upload_all
 from collm_replica.finetune.trainer import Trainer
 from collm_replica.inference import Loadout, engine_config
 from collm_replica.models import load_tokenizer, resolve, skeleton
@@ -37,8 +36,16 @@ def prepare_training(settings: ReplicaSettings, weights_fd: int, exported: bytes
     torch.set_num_threads(settings.threads)
     folder = resolve(settings.model, settings.cache_dir)
     views, manifest = weights.attach_device(exported) if exported else weights.attach(weights_fd)
+    if exported:
+        cap_memory(settings.train_mb << 20)
     model = weights.assemble(skeleton(folder, manifest.torch_dtype), views)
     return Trainer(model, load_tokenizer(folder)), weights.digest(views)
+
+
+def cap_memory(limit_bytes: int) -> None:
+    """What this process takes beyond it fails here, never in the process that serves. 0: half of what is free now."""
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes or free // 2) / total))
 
 
 def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
@@ -61,6 +68,6 @@ def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
         utilisation=utilisation_of(device),
         digest=lambda: weights.digest(views),
         export=export,
-        decode=lambda data, manifest: upload_all(adapters.decode(data, manifest), model.device),
-        read_file=lambda path: upload_all(adapters.read_file(path), model.device),
+        decode=adapters.decode,
+        read_file=adapters.read_file,
     )

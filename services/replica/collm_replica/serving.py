@@ -15,13 +15,13 @@ from redis.asyncio import Redis
 from collm_common import messages
 from collm_common.broker import patiently, stop_all
 from collm_common.clock import Clock
-from collm_common.errors import AdapterError, BrokerError, MessageError, RequestError, Unavailable, UnknownModel
+from collm_common.errors import BrokerError, MessageError, RequestError, Unavailable
 from collm_common.messages import Done, Expected, Failed, Request
 from collm_common.requeue import GROUP
 from collm_common.retry import once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
-from collm_replica.adapter_feed import AdapterFeed, Loaded
-from collm_replica.engine.protocol import InferenceEngine
+from collm_replica.adapter_feed import AdapterFeed
+from collm_replica.engine.protocol import InferenceEngine, Staged
 from collm_replica.outbox import Open, Outbox
 from collm_replica.reports import Reports
 from collm_replica.settings import ReplicaSettings
@@ -39,7 +39,7 @@ class Arrival(Struct, frozen=True):
 
     entry_id: str
     request: Request
-    pinned: Loaded | None
+    pinned: Staged | None
     refusal: RequestError | None
     expected: Expected | None
 
@@ -198,7 +198,7 @@ class Serving:
             self._wake.set()
             return
         self.versions.expect(request)
-        pinned: Loaded | None = None
+        pinned: Staged | None = None
         refusal: RequestError | None = None
         try:
             request, pinned = await patiently(partial(self.versions.pin, request), FIRST_READ_S)
@@ -229,9 +229,6 @@ class Serving:
             self.reports.admitted(request)
         except RequestError as error:
             self._refuse(arrival, error)
-            return
-        except AdapterError as error:
-            self._refuse(arrival, UnknownModel(str(error), param="model", code="adapter_unfit"))
             return
         finally:
             if pinned is not None:

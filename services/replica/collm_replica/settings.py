@@ -17,6 +17,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
 
     `mps` starts NVIDIA's Multi-Process Service for this replica's processes, if it can be had.
     `sm_shares` are the shares of the GPU's SMs that fine-tuning may be given (needs MPS); none leaves it as it is.
+    `train_mb` is the most memory of a GPU that fine-tuning takes (MiB); 0 is half of what is free when it starts.
     `fused` runs decode steps as CUDA graphs of fused kernels, one step ahead of the host; where there is a GPU.
     An engine without progress is reported unhealthy after `unhealthy_s` seconds and replaced after `stall_s`.
     """
@@ -45,6 +46,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     fused: bool = True
     sm_shares: tuple[Share, ...] = ()
     mps: bool = False
+    train_mb: Count = 0
     finetune_nice: Annotated[int, Meta(ge=0, le=19)] = 10
 
     host: str = "127.0.0.1"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -14,7 +15,7 @@ from collm_common.errors import AdapterError, CollmError, UnknownModel
 from collm_common.messages import Request
 from collm_common.types import AdapterRef
 from collm_replica.adapter_feed import AdapterFeed, Loaded
-from collm_replica.engine.protocol import InferenceEngine
+from collm_replica.engine.protocol import InferenceEngine, Staged
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class Versions:
         self, engine: InferenceEngine, feed: AdapterFeed, between_steps: Callable[[Callable[[], None]], None]
     ) -> None:
         self._engine, self._feed, self._between_steps = engine, feed, between_steps
-        self._waiting: dict[str, tuple[Loaded, bool]] = {}
+        self._waiting: dict[str, tuple[Staged, bool]] = {}
         self._expected: Counter[str] = Counter()
         self.snapshots = self.published = 0
 
@@ -38,11 +39,11 @@ class Versions:
             self._between_steps(lambda: self._engine.publish(AdapterRef(name, "0")))
             return
         try:
-            loaded = await patiently(lambda: self._feed.fetch(name, version), FETCH_S)
+            staged = await self._stage(await patiently(lambda: self._feed.fetch(name, version), FETCH_S))
         except CollmError as error:
             log.error("adapter %s@v%d is not loaded: %s", name, version, error)
             return
-        self._between_steps(lambda: self._install(loaded, snapshot=False))
+        self._between_steps(lambda: self._install(staged, snapshot=False))
 
     def unload(self, name: str) -> None:
         """Forget an adapter; requests that are here keep it to their end."""
@@ -62,27 +63,29 @@ class Versions:
         self._expected[request.adapter] -= 1
         self._expected += Counter()
 
-    def put(self, loaded: Loaded) -> bool:
-        """Between two steps: into a slot, for the one request that asks for it; False if none is free.
+    def put(self, staged: Staged) -> bool:
+        """Between two steps: into a slot, for the one request that asks for it; False if none is free."""
+        return self._engine.load_adapter(staged, set(self._expected))
 
-        Raises AdapterError.
-        """
-        return self._load(loaded, set(self._expected))
-
-    def take_snapshot(self, loaded: Loaded) -> None:
-        """Make a training snapshot current, unless something newer already is."""
-        self._between_steps(lambda: self._install(loaded, snapshot=True))
+    async def take_snapshot(self, loaded: Loaded) -> None:
+        """Make a training snapshot current, unless something newer already is; one that does not fit is logged."""
+        try:
+            staged = await self._stage(loaded)
+        except AdapterError as error:
+            log.error("snapshot %s is not taken: %s", loaded.ref, error)
+            return
+        self._between_steps(lambda: self._install(staged, snapshot=True))
 
     def install_waiting(self) -> None:
         """Between two steps: into slots that have become free."""
-        for loaded, snapshot in list(self._waiting.values()):
-            self._install(loaded, snapshot)
+        for staged, snapshot in list(self._waiting.values()):
+            self._install(staged, snapshot)
 
     def lacks_slot(self, name: str) -> bool:
         """Whether no version of an adapter could be made current yet because no slot was free."""
         return name in self._waiting and name not in self._engine.versions
 
-    async def pin(self, request: Request) -> tuple[Request, Loaded | None]:
+    async def pin(self, request: Request) -> tuple[Request, Staged | None]:
         """The request with an adapter version that can be had here, and that version if it must be loaded first.
 
         A version that only a dead replica had is replaced by the current one, so that its request can go on. Raises
@@ -95,7 +98,7 @@ class Versions:
             return request, None
         if version is not None:
             try:
-                return request, await self._feed.fetch(name, _whole(version))
+                return request, await self._stage(await self._feed.fetch(name, _whole(version)))
             except (AdapterError, ValueError) as error:
                 if not request.prefix and request.attempt == 0:
                     raise UnknownModel(f"adapter {name}@v{version}: {error}", param="model") from error
@@ -121,24 +124,20 @@ class Versions:
         current = self._engine.versions.get(name)
         return current is not None and current.version == version
 
-    def _load(self, loaded: Loaded, keep: Collection[str]) -> bool:
-        return self._engine.load_adapter(loaded.ref, loaded.tensors, loaded.rank, loaded.alpha, keep)
+    async def _stage(self, loaded: Loaded) -> Staged:
+        return await asyncio.to_thread(self._engine.stage, loaded.ref, loaded.tensors, loaded.rank, loaded.alpha)
 
-    def _install(self, loaded: Loaded, snapshot: bool) -> None:
+    def _install(self, staged: Staged, snapshot: bool) -> None:
         """Into a free slot, then current. Without a free slot it waits; only the newest of a name does."""
-        ref = loaded.ref
+        ref = staged.ref
         self._waiting.pop(ref.name, None)
         current = self._engine.versions.get(ref.name)
         if snapshot and current is not None and _order(current) >= _order(ref):
             return
-        try:
-            if not self._load(loaded, self._expected.keys() - {ref.name}):
-                self._waiting[ref.name] = (loaded, snapshot)
-                return
-            self._engine.publish(ref)
-        except AdapterError as error:
-            log.error("adapter %s is refused: %s", ref, error)
+        if not self._engine.load_adapter(staged, self._expected.keys() - {ref.name}):
+            self._waiting[ref.name] = (staged, snapshot)
             return
+        self._engine.publish(ref)
         if snapshot:
             self.snapshots += 1
         elif current != ref:

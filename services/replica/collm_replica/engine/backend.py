@@ -20,7 +20,7 @@ from collm_replica.engine.packing import Pack, logit_rows, pack, pack_alone
 from collm_replica.engine.protocol import Tensors
 from collm_replica.engine.sampler import Draw, choose
 from collm_replica.engine.sequence import Chunk, Pin
-from collm_replica.engine.slots import SlotBank
+from collm_replica.engine.slots import Factors, SlotBank
 from collm_replica.engine.support import KvShape, check_context, kv_shape
 
 
@@ -72,8 +72,11 @@ class TorchBackend:
         alone = pack_alone([*prompt, *reference[:-1]], len(reference), pin.slot, self._dtype, self._device)
         return float(losses(self._forward(alone), reference))
 
-    def load(self, slot: int, tensors: Tensors, rank: int, alpha: float) -> None:
-        self._slots.load(slot, tensors, rank, alpha)
+    def stage(self, tensors: Tensors, rank: int, alpha: float) -> Factors:
+        return self._slots.stage(tensors, rank, alpha)
+
+    def load(self, slot: int, factors: Factors) -> None:
+        self._slots.load(slot, factors)
 
     def clear(self, slot: int) -> None:
         self._slots.clear(slot)

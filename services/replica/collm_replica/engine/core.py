@@ -16,7 +16,17 @@ from collm_replica.engine.config import EngineConfig
 from collm_replica.engine.guide import Guides, unguided
 from collm_replica.engine.kv import BlockPool
 from collm_replica.engine.output import Output
-from collm_replica.engine.protocol import Backend, Broken, Outcome, Pending, Sampled, Scored, StepResult, Tensors
+from collm_replica.engine.protocol import (
+    Backend,
+    Broken,
+    Outcome,
+    Pending,
+    Sampled,
+    Scored,
+    Staged,
+    StepResult,
+    Tensors,
+)
 from collm_replica.engine.scheduler import Scheduler
 from collm_replica.engine.sequence import Chunk, Timings
 from collm_replica.engine.sequence import Sequence as Running
@@ -144,19 +154,21 @@ class EngineCore:
             self._drop(sequence)
         return sequence is not None
 
-    def load_adapter(
-        self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float, keep: Collection[str] = ()
-    ) -> bool:
-        """Put a version into a slot, where `score` and `publish` find it; False if no slot is free now.
-
-        Without a free slot the version that was used longest ago makes room, unless it runs, its name is in `keep`
-        or a request waits for it. Versions never change, so one that is here already is kept. Raises AdapterError if
-        it does not fit.
-        """
+    def stage(self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float) -> Staged:
+        """What `load_adapter` takes; for any thread, beside the steps. Raises AdapterError if it does not fit."""
         if ref.version == BASE_VERSION:
             raise AdapterError(f"adapter {ref} is the base model and cannot be loaded")
         if not self.config.slots:
             raise AdapterError(f"adapter {ref} cannot be loaded: the engine has no slots")
+        return Staged(ref, self._backend.stage(tensors, rank, alpha))
+
+    def load_adapter(self, staged: Staged, keep: Collection[str] = ()) -> bool:
+        """Put a version into a slot, where `score` and `publish` find it; False if no slot is free now.
+
+        Without a free slot the version that was used longest ago makes room, unless it runs, its name is in `keep`
+        or a request waits for it. Versions never change, so one that is here already is kept.
+        """
+        ref = staged.ref
         if self._adapters.holds(ref):
             return True
         slot = self._adapters.reserve()
@@ -166,7 +178,7 @@ class EngineCore:
             slot = self._adapters.reserve()
         if slot is None:
             return False
-        self._backend.load(slot, tensors, rank, alpha)
+        self._backend.load(slot, staged.factors)
         self._adapters.loaded(ref, slot)
         return True
 

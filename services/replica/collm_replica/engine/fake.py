@@ -49,8 +49,11 @@ class FakeBackend:
     def score(self, prompt: Sequence[int], reference: Sequence[int], pin: Pin) -> float:
         return len(reference) * self._cross_entropy(pin.ref)
 
-    def load(self, slot: int, tensors: Tensors, rank: int, alpha: float) -> None:
+    def stage(self, tensors: Tensors, rank: int, alpha: float) -> None:
         """Everything fits."""
+
+    def load(self, slot: int, factors: None) -> None:
+        """There is nothing to write."""
 
     def clear(self, slot: int) -> None:
         """There is nothing to zero."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from collm_common.messages import Delta, Done, Failed, Request, TokenLogprob
 from collm_common.types import AdapterRef, Quality
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "Tensor"]
 """An adapter's tensors in the names PEFT saves them under."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version that is checked and ready for a slot; `factors` is the backend's own."""
+
+    ref: AdapterRef
+    factors: Any
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,11 @@ class InferenceEngine(Protocol):
     def cancel(self, request_id: str) -> bool:
         """Forget a request at once and without a reply; False if it is not here."""
 
-    def load_adapter(
-        self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float, keep: Collection[str] = ()
-    ) -> bool:
-        """Put a version into a slot, at the cost of an idle one whose name is not in `keep`; False if none is free now.
+    def stage(self, ref: AdapterRef, tensors: Tensors, rank: int, alpha: float) -> Staged:
+        """Check a version and make it ready; for any thread, beside `step`. Raises AdapterError."""
 
-        Raises AdapterError.
-        """
+    def load_adapter(self, staged: Staged, keep: Collection[str] = ()) -> bool:
+        """Put a version into a slot, at the cost of an idle one that `keep` does not name; False if none is free."""
 
     def publish(self, ref: AdapterRef) -> None:
         """Make a loaded version current for its name. Raises AdapterError."""
@@ -137,8 +143,11 @@ class Backend(Protocol):
     def score(self, prompt: Sequence[int], reference: Sequence[int], pin: Pin) -> float:
         """Summed loss (nats) of `reference` after `prompt`."""
 
-    def load(self, slot: int, tensors: Tensors, rank: int, alpha: float) -> None:
-        """Check an adapter, then write it. Raises AdapterError and leaves the slot as it was."""
+    def stage(self, tensors: Tensors, rank: int, alpha: float) -> Any:
+        """Check an adapter and make of it what `load` takes; for any thread. Raises AdapterError."""
+
+    def load(self, slot: int, factors: Any) -> None:
+        """Write it."""
 
     def clear(self, slot: int) -> None:
         """Zero a slot."""

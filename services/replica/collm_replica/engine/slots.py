@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from collm_common.errors import AdapterError
 from collm_replica.engine.groups import Group
+from collm_replica.engine.transfer import beside
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
@@ -25,17 +27,16 @@ class Place:
     group: Group
     part: int
 
-    def a(self, slot: int, rank: int) -> Tensor:
-        """`[rank, in]` of a slot."""
-        return self.group.a[slot, self.part, :rank]
 
-    def b(self, slot: int, rank: int) -> Tensor:
-        """`[rank, out]` of a slot."""
-        return self.group.b[slot, :rank, self.group.columns[self.part]]
+Factors = Mapping[Group, tuple[Tensor, Tensor]]
+"""What a slot gets: `[parts, max_rank, in]` and `[max_rank, out]` of each group, as they will lie there."""
 
 
 class SlotBank:
-    """Writes adapters into slots. `places` says where each linear's factors are, by the module's name."""
+    """Writes adapters into slots. `places` says where each linear's factors are, by the module's name.
+
+    `stage` does what takes time, for any thread and beside the steps; `load` is a handful of copies on the device.
+    """
 
     def __init__(self, places: Mapping[str, Place], max_rank: int) -> None:
         self._places = places
@@ -43,15 +44,33 @@ class SlotBank:
         self._written: dict[int, set[Group]] = {}
 
     @torch.inference_mode()
-    def load(self, slot: int, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> None:
-        """Write an adapter into a slot after all of it was checked. Raises AdapterError that names the tensor."""
-        pairs = self._check(tensors, rank)
-        self.clear(slot)
-        for name, (a, b) in pairs.items():
-            place = self._places[name]
-            place.a(slot, rank).copy_(a)
-            place.b(slot, rank).copy_((b.float() * (alpha / rank)).t())
-        self._written[slot] = {self._places[name].group for name in pairs}
+    def stage(self, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> Factors:
+        """Check an adapter and bring it to the device. Raises AdapterError that names the tensor."""
+        staged: dict[Group, tuple[Tensor, Tensor]] = {}
+        device = next(iter(self._places.values())).group.weight.device
+        with beside(device):
+            moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+            for name, (a, b) in self._check(moved, rank).items():
+                group, part = self._places[name].group, self._places[name].part
+                if group not in staged:
+                    staged[group] = torch.zeros_like(group.a[0]), torch.zeros_like(group.b[0])
+                staged[group][0][part, :rank] = a
+                staged[group][1][:rank, group.columns[part]] = (b.float() * (alpha / rank)).t()
+        return staged
+
+    @torch.inference_mode()
+    def load(self, slot: int, factors: Factors) -> None:
+        """Write a whole slot; nothing is waited for."""
+        for group in self._written.get(slot, set()) - factors.keys():
+            group.a[slot].zero_()
+            group.b[slot].zero_()
+        sources = [side for pair in factors.values() for side in pair]
+        copy: Any = torch._foreach_copy_
+        copy([side[slot] for group in factors for side in (group.a, group.b)], sources)
+        for source in sources:
+            if source.is_cuda:
+                source.record_stream(torch.cuda.current_stream())
+        self._written[slot] = set(factors)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

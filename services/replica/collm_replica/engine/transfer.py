@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,18 +17,17 @@ def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def upload_all(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copies beside the work that the device is at; for any thread. Returns when they are there."""
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What this thread asks of the device runs beside what it is at; at the end it is done."""
     if device.type != "cuda":
-        return dict(tensors)
+        yield
+        return
     make: Any = torch.cuda.Stream
     stream = make(device)
     with torch.cuda.stream(stream):
-        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        yield
     stream.synchronize()
-    for tensor in moved.values():
-        tensor.record_stream(torch.cuda.default_stream(device))
-    return moved
 
 
 class Download:

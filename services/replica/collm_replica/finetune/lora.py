@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from collm_common.errors import AdapterError
@@ -31,6 +32,10 @@ class Lora:
             parameter.requires_grad_("lora_" in name)
             if "lora_" in name:
                 parameter.data = parameter.data.float()
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                # Left to autocast (`loss.precision`): a float32 copy of every activation costs more than the adapter.
+                setattr(module, "cast_input_dtype_enabled", model.dtype == torch.float32)  # noqa: B010
 
     def detach(self) -> PreTrainedModel:
         """The plain model again."""

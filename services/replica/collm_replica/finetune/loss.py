@@ -15,18 +15,24 @@ from collm_replica.finetune.samples import IGNORED, Batch, Sample, collate
 EVALUATION_BATCH = 4
 
 
+def precision(model: Any) -> torch.autocast:
+    """Products of float32 adapters in the precision of the base; their weights and gradients stay float32."""
+    return torch.autocast(model.device.type, model.dtype, enabled=model.dtype != torch.float32)
+
+
 def answer_loss(model: Any, batch: Batch, device: torch.device) -> tuple[torch.Tensor, int]:
     """Summed cross-entropy (nats) of the answer tokens, and how many there are. A first token has no prediction."""
     following = batch.labels[:, 1:]
     predicting = (following != IGNORED).any(0).nonzero()[:, 0]
     labels = following[:, predicting]
-    output = model(
-        input_ids=batch.ids.to(device),
-        position_ids=batch.positions.to(device),
-        attention_mask=batch.mask.to(device),
-        logits_to_keep=predicting.to(device),
-        use_cache=False,
-    )
+    with precision(model):
+        output = model(
+            input_ids=batch.ids.to(device),
+            position_ids=batch.positions.to(device),
+            attention_mask=batch.mask.to(device),
+            logits_to_keep=predicting.to(device),
+            use_cache=False,
+        )
     logits = output.logits.flatten(0, 1).float()
     total = cross_entropy(logits, labels.flatten().to(device), ignore_index=IGNORED, reduction="sum")
     return total, int((labels != IGNORED).sum())

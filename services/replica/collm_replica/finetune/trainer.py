@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -29,7 +30,8 @@ class StepReport(Struct, frozen=True):
     """One optimiser step. `step` counts from 1 in this round; `loss` is the mean over its tokens (nats).
 
     `batch` is B at its end, `micro_step_s` the mean duration of the micro-steps of that B, `samples` those of all.
-    `peak_bytes` of at most `limit_bytes` is GPU memory of this process beyond the shared weights; 0 on a CPU.
+    `peak_bytes` of at most `limit_bytes` is GPU memory of this process beyond the shared weights; 0 on a CPU, and while
+    memory is plentiful.
     """
 
     step: int
@@ -58,6 +60,7 @@ class Trainer:
         self._device = next(model.parameters()).device
         self._pad = int(tokenizer.eos_token_id)
         self._injected: Lora | None = None
+        self._recomputes = False
         self._data_state: object = None
         self.data = Dataset((), ())
         self.noise = NoiseScale()
@@ -112,6 +115,13 @@ class Trainer:
         self._lora.model.train()
         samples = [next(self._draws) for _ in range(self.batch)]
         while (duration_s := self._backward(samples)) is None:
+            if self._device.type == "cuda" and not self._recomputes:
+                # Half as much again to compute, a quarter of the memory: only where memory is short.
+                recompute: Any = self._base.gradient_checkpointing_enable
+                recompute({"use_reentrant": False})
+                self._recomputes = True
+                log.warning("out of memory: activations are recomputed from now on")
+                continue
             samples = samples[: len(samples) // 2]
             self.batch = len(samples)
             log.warning("out of memory: the micro-batch is now %d", self.batch)
@@ -171,8 +181,6 @@ class Trainer:
             self._base = self._injected.detach()
         self.done = True
         self._injected = Lora(self._base, hyper.rank, hyper.alpha)
-        if self._device.type == "cuda":
-            self._injected.model.gradient_checkpointing_enable({"use_reentrant": False})
         return self._injected
 
     def _begin_step(self) -> None:
@@ -182,11 +190,15 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
 
     def _memory(self) -> tuple[int, int]:
-        """(most memory that this step had allocated, what it could have had: its own and what is free), bytes."""
-        if self._device.type != "cuda":
+        """(most memory that this step had allocated, what it could have had), bytes.
+
+        Nothing while activations are kept: that memory is taken because it is there, and given up when it is not.
+        """
+        if self._device.type != "cuda" or not self._recomputes:
             return 0, 0
-        free, _ = torch.cuda.mem_get_info()
-        return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved() + free
+        free, total = torch.cuda.mem_get_info()
+        cap = int(total * torch.cuda.get_per_process_memory_fraction())
+        return torch.cuda.max_memory_allocated(), min(cap, torch.cuda.memory_reserved() + free)
 
     def _backward(self, samples: list[Sample]) -> float | None:
         """Add the samples' gradient; its duration in seconds, or None when they do not fit on the GPU."""
