@@ -49,6 +49,7 @@ from collm_replica.finetune.lora import Lora
 from collm_replica.finetune.loss import precision
 from collm_replica.models import skeleton
 from collm_replica.mps import Mps
+from collm_replica.sm_share import BACKGROUND
 from collm_replica.sm_share import VARIABLE as SHARE
 from collm_replica.telemetry import GpmUtilisation
 
@@ -61,8 +62,8 @@ FIELDS = (
     "train_peak_gb",
 )  # fmt: skip
 GRID: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    320: ((1, 8, 16, 32, 64), (1, 2, 4, 8, 16)),
-    2000: ((1, 16, 64), (4, 16)),
+    320: ((1, 8, 16, 32, 64), (1, 4, 16)),
+    2000: ((1, 64), (4, 16)),
 }
 """For each context: b and B."""
 QUICK: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {320: ((64,), (4, 16))}
@@ -204,8 +205,8 @@ def serve(arguments: argparse.Namespace, scratch: Path) -> None:
     engine = engine_on(owner, max_batch=64, kv_bytes=arguments.kv_gb << 30, context_tokens=4096)
     (scratch / "export").write_bytes(owner.export())
     environment = {} if mode == "turns" else {SHARE: mode}
-    if arguments.low:
-        environment["CUDA_MPS_CLIENT_PRIORITY"] = "1"
+    if not arguments.equal:
+        environment |= BACKGROUND
     trainer = Trainer(scratch, options(arguments), environment)
     print(json.dumps({"mode": mode} | trainer.attached), flush=True)
     for context, (sizes, batches) in (QUICK if arguments.quick else GRID).items():
@@ -279,7 +280,7 @@ def step_ms(lora: Lora, optimizer: torch.optim.Optimizer, batch: int, wide: bool
 
 def options(arguments: argparse.Namespace) -> list[str]:
     """What all processes are given alike."""
-    flags = [f"--{name}" for name in ("tiny", "quick", "recompute", "wide", "low") if getattr(arguments, name)]
+    flags = [f"--{name}" for name in ("tiny", "quick", "recompute", "wide", "equal") if getattr(arguments, name)]
     numbers = {"layers": arguments.layers, "kv-gb": arguments.kv_gb, "train-steps": arguments.train_steps}
     return [*flags, *(f"--{name}={value}" for name, value in numbers.items()), f"--csv={arguments.csv}"]
 
@@ -313,7 +314,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether the bench itself runs")
     parser.add_argument("--recompute", action="store_true", help="activations are recomputed, not kept")
     parser.add_argument("--wide", action="store_true", help="adapters compute in float32")
-    parser.add_argument("--low", action="store_true", help="the trainer's kernels come after those that serve")
+    parser.add_argument("--equal", action="store_true", help="the trainer's kernels do not come after those that serve")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one mode")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from collm_common.errors import SettingsError
 
 VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+BACKGROUND = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
+"""For a process whose kernels wait while those of others do; without MPS it means nothing."""
 
 
 def environment(share: float) -> dict[str, str]:

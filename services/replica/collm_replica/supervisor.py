@@ -40,7 +40,7 @@ from collm_replica.keeper import Keeper
 from collm_replica.presence import Presence
 from collm_replica.settings import ReplicaSettings
 from collm_replica.sharing import Sharing
-from collm_replica.sm_share import environment
+from collm_replica.sm_share import BACKGROUND, environment
 from collm_replica.tasks import Task, failed
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,8 @@ class Supervisor:
             except (ModelError, TimeoutError) as error:
                 log.warning("no export of the weights yet: %s", error)
         fds = [self._weights_fd]
-        own = self._sharing.environ | (environment(self._sm_share) if self._sm_share is not None else {})
+        share = environment(self._sm_share) if self._sm_share is not None else {}
+        own = self._sharing.environ | BACKGROUND | share
         return Child("collm_replica.training", fds, self._from_training, self.clock, greeting=attach, environ=own)
 
     async def _export(self) -> bytes:

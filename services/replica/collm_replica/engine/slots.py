@@ -41,55 +41,58 @@ class SlotBank:
     def __init__(self, places: Mapping[str, Place], max_rank: int) -> None:
         self._places = places
         self._max_rank = max_rank
-        self._written: dict[int, set[Group]] = {}
+        groups = dict.fromkeys(place.group for place in places.values())
+        slots = max((group.slots for group in groups), default=0)
+        self._sides = [{group: (group.a[slot], group.b[slot]) for group in groups} for slot in range(slots)]
 
     @torch.inference_mode()
     def stage(self, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> Factors:
-        """Check an adapter and bring it to the device. Raises AdapterError that names the tensor."""
-        staged: dict[Group, tuple[Tensor, Tensor]] = {}
-        device = next(iter(self._places.values())).group.weight.device
-        with beside(device):
-            moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-            for name, (a, b) in self._check(moved, rank).items():
-                group, part = self._places[name].group, self._places[name].part
-                if group not in staged:
-                    staged[group] = torch.zeros_like(group.a[0]), torch.zeros_like(group.b[0])
-                staged[group][0][part, :rank] = a
-                staged[group][1][:rank, group.columns[part]] = (b.float() * (alpha / rank)).t()
+        """Check an adapter and bring it to the device, in one copy. Raises AdapterError that names the tensor."""
+        pairs = self._check(tensors, rank)
+        like = next(iter(self._places.values())).group.weight
+        with beside(like.device):
+            moved = _move(tensors, like.device)
+            sizes = [side[0].numel() for group in self._sides[0] for side in (group.a, group.b)]
+            parts = iter(torch.split(like.new_zeros(sum(sizes)), sizes))
+            staged = {
+                group: (next(parts).view_as(group.a[0]), next(parts).view_as(group.b[0])) for group in self._sides[0]
+            }
+            for module, (a, b) in pairs.items():
+                group, part = self._places[module].group, self._places[module].part
+                whole_a, whole_b = staged[group]
+                whole_a[part, :rank] = moved[a]
+                whole_b[:rank, group.columns[part]] = (moved[b].float() * (alpha / rank)).t()
         return staged
 
     @torch.inference_mode()
     def load(self, slot: int, factors: Factors) -> None:
         """Write a whole slot; nothing is waited for."""
-        for group in self._written.get(slot, set()) - factors.keys():
-            group.a[slot].zero_()
-            group.b[slot].zero_()
+        sides = self._sides[slot]
+        targets = [side for group in factors for side in sides[group]]
         sources = [side for pair in factors.values() for side in pair]
         copy: Any = torch._foreach_copy_
-        copy([side[slot] for group in factors for side in (group.a, group.b)], sources)
-        for source in sources:
-            if source.is_cuda:
-                source.record_stream(torch.cuda.current_stream())
-        self._written[slot] = set(factors)
+        copy(targets, sources)
+        if sources[0].is_cuda:
+            # They lie in one piece of memory, which was taken on another stream.
+            sources[0].record_stream(torch.cuda.current_stream())
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Zero a slot."""
-        for group in self._written.pop(slot, ()):
-            group.a[slot].zero_()
-            group.b[slot].zero_()
+        zero: Any = torch._foreach_zero_
+        zero([side for pair in self._sides[slot].values() for side in pair])
 
-    def _check(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def _check(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, tuple[str, str]]:
+        """The names of A and B of each module."""
         if not 1 <= rank <= self._max_rank:
             raise AdapterError(f"rank {rank} is not in 1..{self._max_rank}")
-        sides: dict[str, dict[str, Tensor]] = {}
+        sides: dict[str, dict[str, str]] = {}
         for name, tensor in tensors.items():
             module, side = self._locate(name)
             self._check_tensor(name, tensor, side, self._places[module], rank)
-            sides.setdefault(module, {})[side] = tensor
+            sides.setdefault(module, {})[side] = name
         if not sides:
             raise AdapterError("the adapter has no tensors")
-        _check_finite(tensors)
         for module, pair in sides.items():
             if len(pair) < 2:
                 missing = "B" if "A" in pair else "A"
@@ -112,9 +115,12 @@ class SlotBank:
             raise AdapterError(f"tensor {name} has values that are not finite numbers")
 
 
-def _check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """One wait for the device, however many tensors there are."""
-    if bool(torch.isfinite(torch.nn.utils.get_total_norm(list(tensors.values()), torch.inf))):
-        return
-    name = next(name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
-    raise AdapterError(f"tensor {name} has values that are not finite numbers")
+def _move(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """To the device as one piece. Raises AdapterError for the first tensor whose values are not finite numbers."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).to(device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    moved = {name: part.view_as(tensor) for part, (name, tensor) in zip(parts, tensors.items(), strict=True)}
+    if not bool(torch.isfinite(flat).all()):
+        name = next(name for name, tensor in moved.items() if not bool(torch.isfinite(tensor).all()))
+        raise AdapterError(f"tensor {name} has values that are not finite numbers")
+    return moved
