@@ -15,6 +15,7 @@ import pytest
 import referencing
 import yaml
 
+from collm_common.sentinel import Watched
 from collm_common.settings import Common, load
 from collm_coordinator.settings import CoordinatorSettings
 from collm_dispatcher.settings import DispatcherSettings
@@ -254,6 +255,21 @@ def test_an_external_broker_is_met_as_it_is_described() -> None:
     assert urls["launcher"] == "rediss://launcher:secret@redis.example.com:6380/0"
 
 
+def test_sentinels_are_asked_in_place_of_a_host() -> None:
+    """A URL that the services read otherwise than it was meant, or a password for the wrong one."""
+    watched = ("host=", "tls=false", "sentinel.name=cell", "sentinel.login=true", "sentinel.nodes={one:1,two:2}")
+    objects = render(("external-redis",), *(f"--set=redis.external.{option}" for option in watched))
+    url = next(
+        environment(found)["COLLM_REDIS_URL"] for component, found in containers(objects) if component == "launcher"
+    )
+    assert Watched.of(url) == Watched(
+        sentinels=(("one", 1), ("two", 2)),
+        name="cell",
+        primary={"username": "launcher", "password": "secret", "db": 0},
+        sentinel={"password": "secret"},
+    )
+
+
 def test_a_claim_is_filled_once_and_then_only_read() -> None:
     """Pods that convert one model into one folder at the same time."""
     objects = render(("gpu", "production"))
@@ -282,6 +298,11 @@ def test_the_schema_allows_what_the_settings_classes_allow() -> None:
         ("replica.data.size=5 apples", "replica.data.size: Does not match pattern"),
         ("model.servedName=a b", "model.servedName: Does not match pattern"),
         ("redis.enabled=false", "redis.external.host: String length must be greater than or equal to 1"),
+        (
+            "redis.enabled=false,redis.external.sentinel.nodes={a:1}",
+            "redis.external.sentinel.name: String length must be",
+        ),
+        ("redis.enabled=false,redis.external.sentinel.nodes={a:1},redis.external.tls=true", "redis.external.tls"),
         ("redis.external.cluster=true", "redis.external: Additional property cluster is not allowed"),
         (
             "dispatcher.ingress.enabled=true",

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from collm_common.broker import connection
-from collm_common.errors import BrokerError, ModelError, SettingsError
+from collm_common.errors import BrokerError, CollmError, ModelError, SettingsError
 from collm_common.settings import load
 from collm_dispatcher.settings import DispatcherSettings
 from collm_replica.settings import ReplicaSettings
@@ -156,7 +156,7 @@ async def test_an_unready_stack_says_what_is_missing_and_stops(tmp_path: Path) -
 async def test_a_broker_that_is_not_there_is_named(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a traceback for a wrong --redis."""
     monkeypatch.setattr("collm_tools.stack.stack.BROKER_START_S", 0.1)
-    with pytest.raises(BrokerError, match="127"):
+    with pytest.raises(CollmError, match="127"):
         async with Stack(options(tmp_path, redis_url=url), specs=lambda url: []):
             raise AssertionError
 

@@ -13,8 +13,9 @@ from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
+from collm_common import sentinel
 from collm_common.clock import Clock, SystemClock
-from collm_common.errors import BrokerError, BrokerFault
+from collm_common.errors import BrokerError, BrokerFault, SettingsError
 from collm_common.trouble import TROUBLES, fault
 
 AWAY = (failures.ConnectionError, failures.TimeoutError, failures.ResponseError, OSError)
@@ -41,19 +42,24 @@ def connect(url: str) -> Redis:
     """A client with bytes replies. A command is tried four times over about a second before it counts as failed.
 
     At most MAX_CONNECTIONS commands are under way; of a larger burst each waits for its turn within its deadline.
+    `url` is one of redis-py's, or that of Sentinels (`sentinel.FORM`). Raises SettingsError.
     """
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=COMMAND_TIMEOUT_S,
-        protocol=2,
-        decode_responses=False,
-        socket_timeout=COMMAND_TIMEOUT_S + BLOCK_S,
-        socket_connect_timeout=COMMAND_TIMEOUT_S,
-        health_check_interval=15,
-        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 3),
-        retry_on_error=[failures.BusyLoadingError],
-    )
+    make = sentinel.pool if url.startswith(f"{sentinel.SCHEME}:") else BlockingConnectionPool.from_url
+    try:
+        pool = make(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=COMMAND_TIMEOUT_S,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=COMMAND_TIMEOUT_S + BLOCK_S,
+            socket_connect_timeout=COMMAND_TIMEOUT_S,
+            health_check_interval=15,
+            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 3),
+            retry_on_error=[failures.BusyLoadingError],
+        )
+    except ValueError as error:
+        raise SettingsError(f"COLLM_REDIS_URL (or --redis), {url.rpartition('@')[2]}: {error}") from error
     pool.connection_class = type("Connection", (_Torn, pool.connection_class), {})
     return Redis.from_pool(pool)
 

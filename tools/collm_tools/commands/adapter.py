@@ -52,8 +52,6 @@ async def act(arguments: argparse.Namespace) -> None:
             await action(redis, Keys(arguments.key_prefix), arguments)
     except AWAY as error:
         raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
-    except ValueError as error:
-        raise BrokerError(f"{arguments.redis}: {error}") from error
 
 
 async def show(redis: Redis, keys: Keys, arguments: argparse.Namespace) -> None:

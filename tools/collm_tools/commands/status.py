@@ -62,6 +62,4 @@ async def watch(arguments: argparse.Namespace) -> int:
                     live.update(render(await take(redis, keys, arguments.url)))
     except AWAY as error:
         raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
-    except ValueError as error:
-        raise BrokerError(f"{arguments.redis}: {error}") from error
     return 0

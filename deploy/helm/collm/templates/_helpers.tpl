@@ -100,12 +100,24 @@ annotations: {{- toYaml . | nindent 2 }}
 - name: REDIS_PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ include "collm.redisSecret" $root }}, key: {{ index . 1 }}}
-- name: COLLM_REDIS_URL
 {{- if $redis.enabled }}
+- name: COLLM_REDIS_URL
   value: redis://{{ $user }}:$(REDIS_PASSWORD)@{{ include "collm.name" $root }}-redis:6379/0
 {{- else }}
 {{- $outside := $redis.external }}
-  value: {{ $outside.tls | ternary "rediss" "redis" }}://{{ $user }}:$(REDIS_PASSWORD)@{{ $outside.host }}:{{ $outside.port }}/{{ $outside.database }}
+{{- $watched := $outside.sentinel }}
+{{- if $watched.login }}
+- name: SENTINEL_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ include "collm.redisSecret" $root }}, key: sentinel}
+{{- end }}
+{{- $login := printf "%s:$(REDIS_PASSWORD)" $user }}
+- name: COLLM_REDIS_URL
+{{- if $watched.nodes }}
+  value: redis+sentinel://{{ $login }}@{{ join "," $watched.nodes }}/{{ $watched.name }}/{{ $outside.database }}{{ if $watched.login }}?password=$(SENTINEL_PASSWORD){{ end }}
+{{- else }}
+  value: {{ $outside.tls | ternary "rediss" "redis" }}://{{ $login }}@{{ $outside.host }}:{{ $outside.port }}/{{ $outside.database }}
+{{- end }}
 - name: COLLM_KEY_PREFIX
   value: {{ $outside.keyPrefix | quote }}
 {{- end }}
