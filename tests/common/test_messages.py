@@ -55,6 +55,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.PauseTraining(),
     m.ResumeTraining(),
     m.StopTraining(job="j"),
+    m.Leave(reason="by hand"),
     m.InferenceReport(
         replica="r1",
         state=ReplicaState.IDLE,

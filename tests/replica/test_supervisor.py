@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +19,18 @@ from collm_common import messages, streams
 from collm_common.clock import SystemClock
 from collm_common.errors import ModelError
 from collm_common.keys import Keys
-from collm_common.messages import AnyMessage, Cancel, Configure, Delta, Done, Evaluate, Hyperparams, Lost, TaskFailed
+from collm_common.messages import (
+    AnyMessage,
+    Cancel,
+    Configure,
+    Delta,
+    Done,
+    Evaluate,
+    Hyperparams,
+    Leave,
+    Lost,
+    TaskFailed,
+)
 from collm_common.registry import Registry
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.settings import ReplicaSettings
@@ -90,15 +102,38 @@ async def test_a_killed_inference_process_gives_its_requests_back_and_returns(
 async def test_a_drain_finishes_the_running_answer(
     redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop that loses an answer in its middle, or leaves the entry of a replica that is gone."""
+    """A stop that gives an answer away in its middle, or leaves the entry of a replica that is gone."""
+    settings = options(monkeypatch, broker, tmp_path)
+    async with running(redis, settings) as supervisor:
+        await send(redis, keys, request(sampling=LONG))
+        await eventually(lambda: _said(redis, keys, Delta))
+        supervisor.stop.set()
+        await eventually(lambda: _info(redis, settings, ready=False))
+        # The dispatcher has not seen it yet: what was read in time is answered, the rest is for others, and soon.
+        number = 0
+        while not await _said(redis, keys, Lost):
+            number += 1
+            await send(redis, keys, request(f"late{number}"))
+            await eventually(partial(_is_said, redis, keys, f"late{number}"))
+        assert not await _is_said(redis, keys, "q1")
+    said = await replies(redis, keys)
+    assert [reply.id for reply in said if isinstance(reply, Lost)] == [f"late{number}"]
+    assert isinstance(said[-1], Done)
+    assert (said[-1].id, said[-1].output_tokens) == ("q1", LONG.max_tokens)
+    assert await redis.exists(keys.lease("r1")) == 0
+
+
+async def test_a_replica_that_is_told_to_leave_drains_and_ends(
+    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that nobody hears, or that costs the answers which are on their way."""
     settings = options(monkeypatch, broker, tmp_path)
     async with running(redis, settings):
-        await send(redis, keys, request(sampling=SamplingParams(max_tokens=100)))
+        await send(redis, keys, request(sampling=LONG))
         await eventually(lambda: _said(redis, keys, Delta))
-    said = await replies(redis, keys)
-    assert isinstance(said[-1], Done)
-    assert said[-1].output_tokens == 100
-    assert await redis.exists(keys.lease("r1")) == 0
+        await command(redis, keys, Leave(reason="by hand"))
+        await eventually(lambda: _is_gone(redis, settings))
+    assert isinstance((await replies(redis, keys))[-1], Done)
 
 
 async def test_commands_reach_the_engine(
@@ -268,6 +303,15 @@ async def _is(health: Callable[[], Awaitable[tuple[int, str]]], status: int, rea
 
 async def _said(redis: Redis, keys: Keys, kind: type) -> bool:
     return any(isinstance(reply, kind) for reply in await replies(redis, keys))
+
+
+async def _is_gone(redis: Redis, settings: ReplicaSettings) -> bool:
+    return await _info(redis, settings) is None
+
+
+async def _is_said(redis: Redis, keys: Keys, id_: str) -> bool:
+    """Whether the request has ended."""
+    return any(reply.id == id_ and not isinstance(reply, Delta) for reply in await replies(redis, keys))
 
 
 async def _is_empty(redis: Redis, keys: Keys) -> bool:

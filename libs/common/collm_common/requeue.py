@@ -34,14 +34,15 @@ class GiveUp:
         return bool(await self._script(keys=[stream, self._keys.replies(ingress)], args=args))
 
 
-async def give_up_subflow(redis: Redis, keys: Keys, replica: str, batch: int = 256) -> int:
+async def give_up_subflow(redis: Redis, keys: Keys, replica: str, batch: int = 256, unread: bool = False) -> int:
     """Empty the subflow of a replica whose inference process is gone; returns how many requests were lost.
 
-    Safe to run by several at once and beside a process that still lives: an entry is given up or answered, never both.
+    With `unread`, what the process has read is left to it: it answers that, and takes nothing new. Safe to run by
+    several at once and beside a process that still lives: an entry is given up or answered, never both.
     """
     key, count = keys.subflow(replica), 0
     give_up = GiveUp(redis, keys)
-    while rows := await _first(redis, key, batch):
+    while rows := await _first(redis, key, batch, unread):
         for entry in streams.parse(key, rows):
             try:
                 request = messages.decode_as(Request, entry.data)
@@ -53,10 +54,11 @@ async def give_up_subflow(redis: Redis, keys: Keys, replica: str, batch: int = 2
     return count
 
 
-async def _first(redis: Redis, key: str, count: int) -> streams.Rows:
+async def _first(redis: Redis, key: str, count: int, unread: bool) -> streams.Rows:
     """A key of a wrong type has no requests and would keep new ones away: it is removed."""
     try:
-        rows: streams.Rows = await redis.xrange(key, count=count)
+        after = await _last_read(redis, key) if unread else "-"
+        rows: streams.Rows = await redis.xrange(key, min=after, count=count)
     except ResponseError as error:
         if fault(error) != "WRONGTYPE":
             raise
@@ -64,3 +66,10 @@ async def _first(redis: Redis, key: str, count: int) -> streams.Rows:
         await redis.delete(key)
         return []
     return rows
+
+
+async def _last_read(redis: Redis, key: str) -> str:
+    """Behind what the group was given; the beginning where there is no group."""
+    groups = await redis.xinfo_groups(key) if await redis.exists(key) else []
+    ids = [row["last-delivered-id"].decode() for row in groups if row["name"] == GROUP.encode()]
+    return f"({ids[0]}" if ids else "-"

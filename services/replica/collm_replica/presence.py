@@ -48,6 +48,7 @@ class Presence:
         self.registry = Registry(redis, self._keys)
         self.info: ReplicaInfo | None = None
         self.can_train = settings.engine == "torch"
+        self._draining = False
 
     async def up(self, ready: Ready, data_url: str) -> None:
         """The inference process works: a first entry, or the old one with a new incarnation."""
@@ -84,7 +85,8 @@ class Presence:
         await self._announce("finetune_restarting", why)
 
     async def not_ready(self) -> None:
-        """Nothing new, please."""
+        """Nothing new, please: what is here will be answered."""
+        self._draining = True
         if self.info is not None:
             self.info = msgspec.structs.replace(self.info, ready=False)
             await self._while_leaving(partial(self.registry.update, self.info.id, ready=False))
@@ -128,7 +130,7 @@ class Presence:
             self.info = msgspec.structs.replace(self.info, trainable=trainable)
             await self.registry.update(info.id, trainable=trainable)
         if not info.ready:
-            await give_up_subflow(self._redis, self._keys, info.id)
+            await give_up_subflow(self._redis, self._keys, info.id, unread=self._draining)
 
     def _trainable(self) -> bool:
         """Whether there is a process that trains, and anything to train on."""

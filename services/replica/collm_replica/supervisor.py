@@ -145,6 +145,9 @@ class Supervisor:
                     return
                 if not await self._training.send(message):
                     await self._fail_tasks("there is no fine-tuning process")
+            case messages.Leave():
+                log.info("told to leave: %s", message.reason)
+                self.stop.set()
             case Cancel() | LoadAdapter() | UnloadAdapter():
                 await self._inference.send(message)
             case Configure():

@@ -11,11 +11,9 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from collm_common.broker import AWAY, connection
-from collm_common.errors import BrokerError
 from collm_common.keys import Keys
 from collm_common.lineage import Turn, history, roll_back
-from collm_common.settings import Common
+from collm_tools.commands.at_broker import add_broker, at_broker
 from collm_tools.commands.types import Subcommands
 from collm_tools.story import say
 
@@ -30,11 +28,9 @@ def add_parser(subcommands: Subcommands) -> None:
     back = actions.add_parser("rollback", help="make an older version current everywhere; a job that trains it ends")
     back.add_argument("--to", type=_version, metavar="N", help="0 is the base model (default: the one before)")
     back.add_argument("--reason", default="by hand", help="for the history (default %(default)r)")
-    common = Common()
     for action, run_it in ((shown, show), (back, take_back)):
         action.add_argument("name", help="of the adapter")
-        action.add_argument("--redis", default=common.redis_url, metavar="URL", help="the broker (default %(default)s)")
-        action.add_argument("--key-prefix", default=common.key_prefix, help="of the cell (default %(default)s)")
+        add_broker(action)
         action.set_defaults(run=run, act=run_it)
 
 
@@ -47,11 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
 async def act(arguments: argparse.Namespace) -> None:
     """As `run`."""
     action: Action = arguments.act
-    try:
-        async with connection(arguments.redis) as redis:
-            await action(redis, Keys(arguments.key_prefix), arguments)
-    except AWAY as error:
-        raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
+    async with at_broker(arguments) as (redis, keys):
+        await action(redis, keys, arguments)
 
 
 async def show(redis: Redis, keys: Keys, arguments: argparse.Namespace) -> None:

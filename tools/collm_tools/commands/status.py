@@ -11,11 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from collm_common.broker import AWAY, connection
 from collm_common.clock import checkpoint
-from collm_common.errors import BrokerError
-from collm_common.keys import Keys
-from collm_common.settings import Common
+from collm_tools.commands.at_broker import add_broker, at_broker
 from collm_tools.commands.types import Subcommands, positive
 from collm_tools.status.snapshot import take
 from collm_tools.status.view import render
@@ -28,9 +25,7 @@ def add_parser(subcommands: Subcommands) -> None:
         help="live table of replicas, states, batch sizes, adapters, queues and goodput",
         description="Show replicas, states, batch sizes, adapter versions, queues and serving figures.",
     )
-    common = Common()
-    parser.add_argument("--redis", default=common.redis_url, metavar="URL", help="the broker (default %(default)s)")
-    parser.add_argument("--key-prefix", default=common.key_prefix, help="of the cell (default %(default)s)")
+    add_broker(parser)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="HTTP service, for its goodput figures")
     parser.add_argument("--every", type=positive, default=1.0, metavar="S", help="refresh (default %(default)g s)")
     parser.add_argument("--once", action="store_true", help="print the table once")
@@ -45,21 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def watch(arguments: argparse.Namespace) -> int:
     """As `run`; a cancel ends the live view."""
-    keys, console = Keys(arguments.key_prefix), Console()
-    try:
-        async with connection(arguments.redis) as redis:
-            snapshot = await take(redis, keys, arguments.url)
-            if arguments.json:
-                sys.stdout.write(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode() + "\n")
-                return 0
-            if arguments.once:
-                console.print(render(snapshot))
-                return 0
-            with contextlib.suppress(asyncio.CancelledError), Live(render(snapshot), console=console) as live:
-                while True:
-                    await asyncio.sleep(arguments.every)
-                    checkpoint()
-                    live.update(render(await take(redis, keys, arguments.url)))
-    except AWAY as error:
-        raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
+    console = Console()
+    async with at_broker(arguments) as (redis, keys):
+        snapshot = await take(redis, keys, arguments.url)
+        if arguments.json:
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode() + "\n")
+            return 0
+        if arguments.once:
+            console.print(render(snapshot))
+            return 0
+        with contextlib.suppress(asyncio.CancelledError), Live(render(snapshot), console=console) as live:
+            while True:
+                await asyncio.sleep(arguments.every)
+                checkpoint()
+                live.update(render(await take(redis, keys, arguments.url)))
     return 0

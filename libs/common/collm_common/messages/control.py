@@ -1,4 +1,4 @@
-"""Commands: ingress, coordinator, launcher, dispatcher -> replica."""
+"""Commands: ingress, coordinator, launcher, dispatcher, operator -> replica."""
 
 from __future__ import annotations
 
@@ -146,6 +146,12 @@ class StopTraining(Message, frozen=True, kw_only=True, tag="stop_training"):
     job: Name
 
 
+class Leave(Message, frozen=True, kw_only=True, tag="leave"):
+    """Take nothing new, answer what is here, and end."""
+
+    reason: str
+
+
 Control = (
     Cancel
     | Configure
@@ -157,4 +163,5 @@ Control = (
     | PauseTraining
     | ResumeTraining
     | StopTraining
+    | Leave
 )

@@ -1,0 +1,31 @@
+"""What every command that looks into a cell needs: which broker, which cell."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.asyncio import Redis
+
+from collm_common.broker import AWAY, connection
+from collm_common.errors import BrokerError
+from collm_common.keys import Keys
+from collm_common.settings import Common
+
+
+def add_broker(parser: argparse.ArgumentParser) -> None:
+    """Declare --redis and --key-prefix."""
+    common = Common()
+    parser.add_argument("--redis", default=common.redis_url, metavar="URL", help="the broker (default %(default)s)")
+    parser.add_argument("--key-prefix", default=common.key_prefix, help="of the cell (default %(default)s)")
+
+
+@asynccontextmanager
+async def at_broker(arguments: argparse.Namespace) -> AsyncIterator[tuple[Redis, Keys]]:
+    """A client and the cell's keys. Raises BrokerError when the broker is away, SettingsError for a wrong URL."""
+    try:
+        async with connection(arguments.redis) as redis:
+            yield redis, Keys(arguments.key_prefix)
+    except AWAY as error:
+        raise BrokerError(f"no broker at {arguments.redis} (--redis names another): {error}") from error
