@@ -14,7 +14,7 @@ SIZES = BatchSizes(train=4, infer=8)
 HYPER = m.Hyperparams()
 REPLIES: tuple[m.Reply, ...] = (
     m.Delta("a", 0, 3, (1, 2), "hi", AdapterRef("x", "2.1"), "stop", (m.TokenLogprob(1, -0.5, ((1, -0.5),)),)),
-    m.Done("a", 0, 5, 0.1, 0.2, 0.3, Quality(1.5, 7), m.Expected(0.1, 0.02, 1.1)),
+    m.Done("a", 0, 5, 0.1, 0.2, 0.3, Quality(1.5, 7), m.Expected(0.1, 0.02, 1.1), "r1"),
     m.Failed("a", 1, 503, "rejected-ttl-expired", "too late"),
     m.Lost("a", 2),
 )

@@ -22,7 +22,8 @@ from tests.launcher.support import SimReplica, replicas, running, settings
 LINES = [json.dumps({"prompt": f"question {i}", "completion": f"answer {i}"}) for i in range(7)]
 
 
-async def _digest() -> str:
+async def no_digest() -> str:
+    """Where nobody asks for it."""
     return ""
 
 
@@ -35,7 +36,7 @@ async def tuning_cell(
     async with AsyncExitStack() as stack:
         members = await stack.enter_async_context(replicas(redis, keys))
         for member in members:
-            endpoint = DataEndpoint(data / member.id, 1 << 20, check_text, _digest, lambda: "")
+            endpoint = DataEndpoint(data / member.id, 1 << 20, check_text, no_digest, lambda: "")
             port = await endpoint.start("127.0.0.1", 0)
             stack.push_async_callback(endpoint.close)
             await redis.hset(keys.replica(member.id), "data_url", f"http://127.0.0.1:{port}")

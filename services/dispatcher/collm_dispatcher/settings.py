@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from collm_common.settings import Common
-from collm_common.types import AtLeastOne, Fraction, Name, Positive
+from collm_common.types import AtLeastOne, Count, Fraction, Name, Positive
 
 DEFAULT = "default"
 
@@ -24,6 +24,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     ingress. There are at most `max_streams` streams; one that is of no configured class is removed when it was not
     used for `stream_idle_s`. A request of which nothing was heard for `silent_s` is looked for, and goes out again if
     it is nowhere.
+    Feedback may follow for `feedback_s` after an answer, as long as the last answers fit into `feedback_mb` (0: never).
     Names: *_s are seconds; `hold_s` is how long a request may wait for others to fill a batch. A leader that dies is
     followed after 1.25 `lease_ttl_s` at the most.
     """
@@ -49,6 +50,8 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     max_attempts: AtLeastOne = 5
     request_timeout_s: Positive = 300.0
     silent_s: Positive = 5.0
+    feedback_mb: Count = 32
+    feedback_s: Positive = 3600.0
     drain_s: Positive = 30.0
     retry_after_s: Positive = 1.0
 

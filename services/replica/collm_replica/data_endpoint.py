@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from aiohttp import web
 
 from collm_common.errors import DataError, ModelError
 from collm_common.trouble import TROUBLES
 
-UPLOADS = "uploads"
+UPLOADS, FEEDBACK = "uploads", "feedback"
+REQUEST = re.compile(r"[A-Za-z0-9-]{1,128}")
+MAX_NAME, MAX_FEEDBACK = 200, 10_000
 
 
 class DataEndpoint:
-    """POST /data (JSON lines; ?check only checks them), GET /digest, GET /health.
+    """POST /data (JSON lines; ?check only checks them), DELETE /data, GET /digest, GET /health.
 
-    Files land in `folder`/uploads, named by content.
+    Files land in `folder`/uploads, named by content. With ?request they are feedback on that request: they land in
+    `folder`/feedback, in a folder of ?tenant, named by the request, and DELETE removes them.
     """
 
     def __init__(
@@ -31,7 +36,7 @@ class DataEndpoint:
         trouble: Callable[[], str],
     ) -> None:
         """`check` counts samples or raises DataError; `trouble` says why nothing is served, "" if all is well."""
-        self._folder, self._max_bytes, self._check, self._digest = folder / UPLOADS, max_bytes, check, digest
+        self._folder, self._max_bytes, self._check, self._digest = folder, max_bytes, check, digest
         self._trouble = trouble
         self._runner: web.AppRunner | None = None
 
@@ -39,6 +44,7 @@ class DataEndpoint:
         """Listen; returns the port (a free one for 0)."""
         app = web.Application(client_max_size=self._max_bytes)
         app.router.add_post("/data", self._upload)
+        app.router.add_delete("/data", self._delete)
         app.router.add_get("/digest", self._get_digest)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, access_log=None)
@@ -58,11 +64,25 @@ class DataEndpoint:
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"body is over the limit of {self._max_bytes} bytes", "body")
         try:
-            folder = None if "check" in request.query else self._folder
-            count = await asyncio.to_thread(_store, folder, body, self._check)
+            path = None if "check" in request.query else self._place(request, body)
+            count = await asyncio.to_thread(_store, path, body, self._check)
         except DataError as error:
             return _refuse(400, str(error), error.field)
         return web.json_response({"samples": count})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        try:
+            path = _feedback(self._folder, request)
+        except DataError as error:
+            return _refuse(400, str(error), error.field)
+        found = path.is_file()
+        path.unlink(missing_ok=True)
+        return web.json_response({"deleted": int(found)})
+
+    def _place(self, request: web.Request, body: bytes) -> Path:
+        if "request" in request.query:
+            return _feedback(self._folder, request)
+        return self._folder / UPLOADS / f"{hashlib.sha256(body).hexdigest()[:32]}.jsonl"
 
     async def _get_digest(self, _: web.Request) -> web.Response:
         try:
@@ -76,17 +96,30 @@ class DataEndpoint:
         return web.json_response({"status": "ok", "broker_faults": TROUBLES.faults})
 
 
-def _store(folder: Path | None, body: bytes, check: Callable[[str], int]) -> int:
-    """Check every line, then write atomically, if there is a folder. The same upload twice is one file."""
+def _feedback(folder: Path, request: web.Request) -> Path:
+    """The file of one request's feedback. Raises DataError."""
+    id_, tenant = request.query.get("request", ""), request.query.get("tenant", "")
+    if not REQUEST.fullmatch(id_):
+        raise DataError(f"must be 1 to 128 letters, digits and dashes, got {id_[:60]!r}", field="request")
+    # A tenant may be named anything, "..", for example; two tenants never share a folder.
+    name = f"t-{quote(tenant, safe='')}"
+    if len(name) > MAX_NAME:
+        name = f"h-{hashlib.sha256(tenant.encode()).hexdigest()}"
+    return folder / FEEDBACK / name / f"{id_}.jsonl"
+
+
+def _store(path: Path | None, body: bytes, check: Callable[[str], int]) -> int:
+    """Check every line, then write atomically, if there is a path: the same upload twice is one file."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"byte {error.start} is not UTF-8", field="body") from error
     count = check(text)
-    if folder is None:
+    if path is None:
         return count
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{hashlib.sha256(body).hexdigest()[:32]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent.parent.name == FEEDBACK and not path.exists() and len(os.listdir(path.parent)) >= MAX_FEEDBACK:
+        raise DataError(f"{MAX_FEEDBACK} answers have feedback here, which is the limit", field="request")
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(body)
     partial.rename(path)

@@ -152,7 +152,7 @@ class Serving:
             open_ = self._open.pop(reply.id, None) if final else self._open.get(reply.id)
             if open_ is not None:
                 if isinstance(reply, Done):
-                    reply = msgspec.structs.replace(reply, expected=open_.expected)
+                    reply = msgspec.structs.replace(reply, expected=open_.expected, replica=self.settings.id)
                     self.reports.answered(open_.slo, reply)
                 addressed.append((open_, reply))
         forget, self._forget, self._refused = self._forget, [], []

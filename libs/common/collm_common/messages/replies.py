@@ -44,7 +44,7 @@ class Expected(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True, tag="done", tag_field="kind"):
-    """The request is complete and its entry gone. Times are seconds at the replica."""
+    """The request is complete and its entry gone. Times are seconds at the `replica` that served it."""
 
     id: RequestId
     attempt: Count
@@ -54,6 +54,7 @@ class Done(Struct, frozen=True, tag="done", tag_field="kind"):
     decode_s: float
     quality: Quality | None = None
     expected: Expected | None = None
+    replica: str = ""
 
     @property
     def first_s(self) -> float:

@@ -115,6 +115,7 @@ class Body(Struct, kw_only=True):
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     reference: str | None = None
+    store: bool | None = None
     slo: str | SloLimits | None = None
 
     @property

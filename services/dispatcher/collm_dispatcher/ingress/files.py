@@ -131,7 +131,7 @@ class Files:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for query in ({"check": "1"}, {}):
-                counts = await asyncio.gather(*(_send(session, place, share, query) for place, share in shares))
+                counts = await asyncio.gather(*(send(session, place, share, query) for place, share in shares))
         return sum(counts)
 
 
@@ -146,7 +146,10 @@ def split(data: bytes, shares: int) -> list[bytes]:
     return [b"\n".join(line if i % shares == share else b"" for i, line in enumerate(lines)) for share in range(shares)]
 
 
-async def _send(session: aiohttp.ClientSession, url: str, data: bytes, query: dict[str, str]) -> int:
+async def send(
+    session: aiohttp.ClientSession, url: str, data: bytes, query: dict[str, str], field: str = "file"
+) -> int:
+    """How many samples a replica took. Raises Unavailable, or InvalidRequest about `field`."""
     try:
         async with session.post(url, data=data, params=query) as reply:
             body: dict[str, Any] = await reply.json()
@@ -155,7 +158,7 @@ async def _send(session: aiohttp.ClientSession, url: str, data: bytes, query: di
     if reply.status == 200:
         return int(body["samples"])
     if reply.status < 500:
-        raise InvalidRequest(f"file: {body['error']['message']}", param="file", code="invalid_data")
+        raise InvalidRequest(f"{field}: {body['error']['message']}", param=field, code="invalid_data")
     raise Unavailable("a replica does not take its lines", code="no_replica")
 
 

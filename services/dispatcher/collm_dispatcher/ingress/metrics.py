@@ -66,6 +66,7 @@ class Metrics:
         self.rejected = Counter("collm:requests_rejected", "Refused or failed", ["reason"], registry=registry)
         self.cancelled = Counter("collm:requests_cancelled", "Whose client left", model, registry=registry)
         self.again = Counter("collm:requests_redispatched", "Continued on another replica", model, registry=registry)
+        self.feedback = Counter("collm:feedback", "What clients said of answers", ["kind"], registry=registry)
         self.offered = Counter("collm:requests_offered", "Accepted ones, by class", by_class, registry=registry)
         self.met = Counter("collm:requests_slo_met", "Inside every limit", by_class, registry=registry)
         self.goodput_tokens = Counter(

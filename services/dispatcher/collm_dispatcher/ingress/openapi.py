@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from collm_dispatcher.ingress.adapter_routes import LoadBody, UnloadBody
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody
+from collm_dispatcher.ingress.feedback import FeedbackBody
 from collm_dispatcher.ingress.tuning_routes import TuningBody
 
 VERSION = "3.1.0"
@@ -36,6 +37,7 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
     "/v1/fine_tuning/jobs": TuningBody,
+    "/v1/feedback": FeedbackBody,
 }
 ABOUT = {
     "/v1/chat/completions": "Answer a conversation; with `stream`, server-sent events that end with [DONE]",
@@ -51,6 +53,8 @@ ABOUT = {
     "/v1/fine_tuning/jobs/{id}/cancel": "End it",
     "/v1/fine_tuning/jobs/{id}/events": "What happened in it, newest first",
     "/v1/fine_tuning/jobs/{id}/checkpoints": "The versions that it published",
+    "/v1/feedback": "Rate an answer or give a better one: training data of the replica that served it",
+    "/v1/feedback/{id}": "Take the feedback on one answer back, wherever it is stored",
     "/v1/replicas/{id}/data": "Hand training data, one JSON object a line, to one replica",
     "/health": "Whether the process lives",
     "/ready": "Whether requests can be answered now",
@@ -59,6 +63,7 @@ ABOUT = {
 }
 CANCEL, FILES = "/v1/fine_tuning/jobs/{id}/cancel", "/v1/files"
 POSTS = frozenset({*BODIES, "/v1/replicas/{id}/data", CANCEL, FILES})
+DELETES = frozenset({"/v1/feedback/{id}"})
 LISTS = frozenset({FILES, "/v1/fine_tuning/jobs"})
 FORM = {
     "type": "object",
@@ -84,6 +89,8 @@ def document() -> dict[str, Any]:
 
 
 def _operations(path: str, about: str) -> dict[str, Any]:
+    if path in DELETES:
+        return {"delete": _operation(path, about, posts=False)}
     found = {"post": _operation(path, about, posts=True)} if path in POSTS else {}
     return found if found and path not in LISTS else found | {"get": _operation(path, about, posts=False)}
 

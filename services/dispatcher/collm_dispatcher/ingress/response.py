@@ -79,8 +79,13 @@ class Response:
         return self.answers[0].open.request.id
 
     def take(self, index: int, delta: Delta) -> None:
-        """Remember a piece of an answer that is told as a whole."""
+        """Remember a piece of an answer."""
         self._choices[index].take(delta)
+
+    @property
+    def text(self) -> str:
+        """Of the first choice, so far."""
+        return self._choices[0].text
 
     def usage(self) -> dict[str, int]:
         """Tokens so far."""

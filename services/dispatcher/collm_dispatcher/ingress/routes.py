@@ -20,6 +20,7 @@ from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOption
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.exchange import Events, read_body
 from collm_dispatcher.ingress.metrics import Metrics
+from collm_dispatcher.ingress.recent import Recent
 from collm_dispatcher.ingress.response import Response
 from collm_dispatcher.ingress.upload import Uploads
 
@@ -46,6 +47,7 @@ class Routes:
         answers: Answers,
         directory: Directory,
         uploads: Uploads,
+        recent: Recent,
         others: Sequence[Addable],
         metrics: Metrics,
         ready: Callable[[], Awaitable[bool]],
@@ -53,7 +55,7 @@ class Routes:
         retry_after_s: float,
     ) -> None:
         self._answers, self._directory, self._uploads, self._metrics = answers, directory, uploads, metrics
-        self._others = others
+        self._recent, self._others = recent, others
         self._ready, self._max_body, self._retry_after_s = ready, max_body_bytes, retry_after_s
         self._created = int(time.time())
         self.draining = False
@@ -95,7 +97,9 @@ class Routes:
         body = parse(ChatBody, data) if kind is ChatBody else parse(CompletionBody, data)
         response = await self._answers.accept(body, request.headers)
         try:
-            return await (self._stream(request, body, response) if body.stream else self._whole(response))
+            told = await (self._stream(request, body, response) if body.stream else self._whole(response))
+            self._recent.keep(body, response)
+            return told
         finally:
             await self._answers.close(response)
 
@@ -138,6 +142,7 @@ class Routes:
         async for index, delta in deltas:
             chunks = [first] if index not in shown and (first := shape.first(index)) is not None else []
             offset = shown.setdefault(index, 0)
+            response.take(index, delta)
             if delta.text or delta.logprobs:
                 chunks.append(shape.delta(index, delta, offset))
                 shown[index] += len(delta.text)

@@ -21,12 +21,14 @@ from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.cell_metrics import CellView
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory
+from collm_dispatcher.ingress.feedback import Feedback
 from collm_dispatcher.ingress.files import Files
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.objectives import classes
 from collm_dispatcher.ingress.open_requests import OpenRequests
 from collm_dispatcher.ingress.page.feed import Feed
 from collm_dispatcher.ingress.page.routes import LivePage
+from collm_dispatcher.ingress.recent import Recent
 from collm_dispatcher.ingress.routes import Routes
 from collm_dispatcher.ingress.tokenizing import load_all
 from collm_dispatcher.ingress.tuning_routes import TuningRoutes
@@ -86,6 +88,8 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     limit, within_s = settings.max_upload_mb << 20, settings.request_timeout_s
     files = Files(redis, settings.keys, cell, tuple(settings.models), limit, within_s)
     tuning = TuningRoutes(redis, settings.keys.tunings, TuningStore(redis, settings.keys), directory, files)
+    recent = Recent(settings.feedback_mb << 20, settings.feedback_s, clock)
+    feedback = Feedback(recent, cell, metrics, settings.max_body_kb << 10)
 
     async def broker_answers() -> bool:
         try:
@@ -98,7 +102,8 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
         answers,
         directory,
         uploads,
-        (adapters, files, tuning),
+        recent,
+        (adapters, files, tuning, feedback),
         metrics,
         broker_answers,
         settings.max_body_kb << 10,
