@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from collm_common.errors import CollmError
-from collm_tools.commands import adapter, demo, drain, load, reproduce, simulate, status, up
+from collm_tools.commands import adapter, completion, demo, drain, load, reproduce, simulate, status, up
 
 COMMANDS = (up, demo, status, drain, adapter, load, simulate, reproduce)
 USAGE_ERROR = 2
@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     subcommands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(subcommands)
+    completion.add_parser(subcommands, parser)
     return root
 
 
