@@ -68,6 +68,7 @@ def engine_config(settings: ReplicaSettings) -> EngineConfig:
         max_rank=settings.max_rank,
         context_tokens=settings.context_tokens,
         max_waiting=settings.max_waiting,
+        prefix_cache=settings.prefix_cache,
     )
 
 

@@ -18,6 +18,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     `mps` starts NVIDIA's Multi-Process Service for this replica's processes, if it can be had.
     `sm_shares` are the shares of the GPU's SMs that fine-tuning may be given (needs MPS); none leaves it as it is.
     `train_mb` is the most memory of a GPU that fine-tuning takes (MiB); 0 is half of what is free when it starts.
+    `prefix_cache` keeps the keys and values of prompts and answers for requests that begin with the same tokens.
     `fused` runs decode steps as CUDA graphs of fused kernels, one step ahead of the host; where there is a GPU.
     An engine without progress is reported unhealthy after `unhealthy_s` seconds and replaced after `stall_s`.
     """
@@ -43,6 +44,7 @@ class ReplicaSettings(Common, frozen=True, kw_only=True):
     max_rank: AtLeastOne = 16
     train_rank: Rank = 1024
     threads: AtLeastOne = 1
+    prefix_cache: bool = True
     fused: bool = True
     sm_shares: tuple[Share, ...] = ()
     mps: bool = False

@@ -44,7 +44,10 @@ class Expected(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True, tag="done", tag_field="kind"):
-    """The request is complete and its entry gone. Times are seconds at the `replica` that served it."""
+    """The request is complete and its entry gone. Times are seconds at the `replica` that served it.
+
+    `cached_tokens` of its prompt were not computed: an earlier request began with the same ones.
+    """
 
     id: RequestId
     attempt: Count
@@ -55,6 +58,7 @@ class Done(Struct, frozen=True, tag="done", tag_field="kind"):
     quality: Quality | None = None
     expected: Expected | None = None
     replica: str = ""
+    cached_tokens: Count = 0
 
     @property
     def first_s(self) -> float:

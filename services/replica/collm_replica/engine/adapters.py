@@ -17,12 +17,14 @@ class AdapterTable:
     """name -> current version -> slot, and how many requests use each version.
 
     A version is loaded as a shadow, then published. It leaves its slot when it is neither a shadow, nor current,
-    nor used; or when it is evicted. `_slots` is in the order of last use.
+    nor used; or when it is evicted. `_slots` is in the order of last use; every load is counted, for what is kept of a
+    version must not be taken for another's: a replica's own snapshots use a number again when a round is repeated.
     """
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots - 1, -1, -1))
-        self._slots: dict[AdapterRef, int] = {}
+        self._slots: dict[AdapterRef, Pin] = {}
+        self._loads = 0
         self._shadows: set[AdapterRef] = set()
         self._users: Counter[AdapterRef] = Counter()
         self.current: dict[str, AdapterRef] = {}
@@ -37,7 +39,7 @@ class AdapterTable:
             return Pin(ref)
         if ref not in self._slots:
             raise UnknownModel(f"adapter {ref} is not loaded", param="model", code="adapter_version_not_loaded")
-        return Pin(ref, self._slots[ref])
+        return self._slots[ref]
 
     def holds(self, ref: AdapterRef) -> bool:
         return ref in self._slots
@@ -49,7 +51,8 @@ class AdapterTable:
     def loaded(self, ref: AdapterRef, slot: int) -> None:
         """`ref` was written into the reserved slot."""
         self._free.remove(slot)
-        self._slots[ref] = slot
+        self._loads += 1
+        self._slots[ref] = Pin(ref, slot, self._loads)
         self._shadows.add(ref)
 
     def publish(self, ref: AdapterRef) -> list[int]:
@@ -90,13 +93,15 @@ class AdapterTable:
 
     def pin(self, name: str, version: str | None) -> Pin:
         """Use a version (None: the current one) until `unpin`. Raises UnknownModel."""
-        if not name:
-            return Pin()
-        ref = AdapterRef(name, version) if version is not None else self.newest(name)
-        pin = self.find(ref)
-        self._users[ref] += 1
-        self._touch(ref)
+        pin = self.peek(name) if version is None or not name else self.find(AdapterRef(name, version))
+        if pin.ref is not None:
+            self._users[pin.ref] += 1
+            self._touch(pin.ref)
         return pin
+
+    def peek(self, name: str) -> Pin:
+        """What `pin` would give now. Raises UnknownModel."""
+        return self.find(self.newest(name)) if name else Pin()
 
     def unpin(self, pin: Pin) -> list[int]:
         """A request ended; returns the slots that are now free."""
@@ -114,6 +119,6 @@ class AdapterTable:
     def _collect(self, ref: AdapterRef | None) -> list[int]:
         if ref not in self._slots or ref in self._shadows or ref in self._users or self.current.get(ref.name) == ref:
             return []
-        slot = self._slots.pop(ref)
+        slot = self._slots.pop(ref).slot
         self._free.append(slot)
         return [slot]

@@ -17,6 +17,7 @@ class EngineConfig:
     max_rank        highest LoRA rank of a slot
     context_tokens  prompt and answer of one request
     max_waiting     requests that may wait for room
+    prefix_cache    keep full KV blocks after their request, for others that begin with the same tokens
     fused           use kernels and graphs where the device has them
     run_ahead       begin an iteration before the host has seen the tokens of the one before
     """
@@ -29,6 +30,7 @@ class EngineConfig:
     max_rank: int = 16
     context_tokens: int = 1024
     max_waiting: int = 256
+    prefix_cache: bool = True
     fused: bool = False
     run_ahead: bool = False
 

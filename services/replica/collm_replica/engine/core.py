@@ -76,8 +76,10 @@ class EngineCore:
         self._vocabulary = vocabulary
         self._clock = clock
         self._guides = guides
-        self._scheduler = Scheduler(BlockPool(blocks, config.block_tokens), config.step_tokens, config.max_batch)
         self._adapters = AdapterTable(config.slots)
+        weights = self._weights if config.prefix_cache else None
+        self._pool = BlockPool(blocks, config.block_tokens)
+        self._scheduler = Scheduler(self._pool, config.step_tokens, config.max_batch, weights)
         self._live: dict[str, Running] = {}
         self._answered: list[Running] = []
         self._flying: Flying | None = None
@@ -109,7 +111,12 @@ class EngineCore:
 
     @property
     def free_blocks(self) -> int:
-        return self._scheduler.pool.free
+        return self._pool.free
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that requests hold, in 0..1."""
+        return self._pool.usage
 
     @property
     def free_slots(self) -> int:
@@ -219,6 +226,7 @@ class EngineCore:
             self._flying = None
         plan = self._scheduler.schedule()
         self.preemptions += len(plan.preempted)
+        begun = [sequence for sequence in plan.admitted if sequence.times.started_s is None]
         for sequence in plan.admitted:
             self._admit(sequence)
         launched = self._launch(sorted(plan.chunks, key=lambda chunk: not chunk.decode))
@@ -228,12 +236,19 @@ class EngineCore:
             landed.append(self._flying)
             replies += self._land(self._flying)
         self._flying = launched
-        return _result(landed, replies, self._clock() - start)
+        return _result(landed, begun, replies, self._clock() - start)
+
+    def _weights(self, sequence: Running) -> int:
+        """What computes its keys and values, as `Pin.weights`."""
+        return (sequence.pin or self._adapters.peek(sequence.request.adapter)).weights
 
     def _launch(self, chunks: list[Chunk]) -> Flying | None:
         """Begin to compute; the tokens to come are in their sequences already, under way."""
         if not chunks:
             return None
+        if self._pool.soiled:
+            self._backend.scrub(self._pool.soiled)
+            self._pool.soiled.clear()
         pending = self._backend.run(chunks)
         sampled = 0
         for chunk in chunks:
@@ -249,13 +264,17 @@ class EngineCore:
         for chunk, outcome in zip(flying.chunks, flying.pending.outcomes(), strict=True):
             sequence = chunk.sequence
             ended = self._live.get(sequence.request.id) is not sequence or (chunk.samples and sequence.scoring)
-            if not ended and (chunk.samples or chunk.life == sequence.life):
+            same = chunk.life == sequence.life
+            if not ended and same and not isinstance(outcome, Broken):
+                self._scheduler.keep(chunk)
+            if not ended and (chunk.samples or same):
                 replies += self._settle(chunk, outcome)
         return replies
 
     def _admit(self, sequence: Running) -> None:
         if sequence.times.started_s is None:
             sequence.times.started_s = self._clock()
+            sequence.cached = min(sequence.computed, len(sequence.request.prompt))
         if sequence.pin is None:
             sequence.pin = self._adapters.pin(sequence.request.adapter, None)
 
@@ -279,7 +298,7 @@ class EngineCore:
                     whole = sequence.scored == len(sequence.request.reference)
                     return [self._complete(sequence)] if whole else []
                 case Broken(reason):
-                    self._backend.scrub(sequence.blocks)
+                    self._pool.distrust(sequence.blocks)
                     return [self._give_up(sequence, reason)]
                 case None:
                     return []
@@ -310,14 +329,13 @@ class EngineCore:
         sequence.times.finished_s = self._clock()
         if not request.reference:
             return [delta, self._complete(sequence)]
-        sequence.begin_scoring()
-        self._scheduler.pool.shrink(sequence.blocks, sequence.computed)
+        self._scheduler.begin_scoring(sequence)
         return [delta]
 
     def _complete(self, sequence: Running) -> Done:
         self._drop(sequence)
         quality = Quality(sequence.nll / sequence.scored, sequence.scored) if sequence.scored else None
-        return sequence.times.done(sequence.request, len(sequence.output.tokens), quality)
+        return sequence.times.done(sequence.request, len(sequence.output.tokens), sequence.cached, quality)
 
     def _give_up(self, sequence: Running, reason: str) -> Reply:
         """An answer that is out already is not taken back for a score that failed."""
@@ -342,8 +360,16 @@ class EngineCore:
             self._backend.clear(slot)
 
 
-def _result(landed: list[Flying], replies: list[Reply], duration_s: float) -> StepResult:
+def _result(landed: list[Flying], begun: list[Running], replies: list[Reply], duration_s: float) -> StepResult:
     """What was waited for is what took the time."""
     chunks = [chunk for flying in landed for chunk in flying.chunks]
     decodes = sum(chunk.decode for chunk in chunks)
-    return StepResult(replies, sum(chunk.count for chunk in chunks) - decodes, decodes, len(chunks), duration_s)
+    return StepResult(
+        replies,
+        prefill_tokens=sum(chunk.count for chunk in chunks) - decodes,
+        decode_tokens=decodes,
+        running=len(chunks),
+        duration_s=duration_s,
+        prefix_queries=sum(len(sequence.request.prompt) for sequence in begun),
+        prefix_hits=sum(sequence.cached for sequence in begun),
+    )

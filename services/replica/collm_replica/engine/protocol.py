@@ -27,13 +27,18 @@ class Staged:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration: replies in the order they were made, tokens run, sequences that ran, seconds."""
+    """One iteration: replies in the order they were made, tokens run, sequences that ran, seconds.
+
+    `prefix_queries` are the prompt tokens of the requests that it began, `prefix_hits` those found in KV blocks.
+    """
 
     replies: list[Delta | Done | Failed]
     prefill_tokens: int
     decode_tokens: int
     running: int
     duration_s: float
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class InferenceEngine(Protocol):
@@ -57,6 +62,10 @@ class InferenceEngine(Protocol):
     @property
     def running(self) -> int:
         """Requests in the running batch."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that requests hold, in 0..1."""
 
     @property
     def versions(self) -> dict[str, AdapterRef]:

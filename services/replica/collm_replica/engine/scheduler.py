@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -25,12 +26,18 @@ class Scheduler:
     Every running sequence that decodes gets its token; what is left of the budget prefills, oldest first, then
     admits by earliest deadline. Without a free block the youngest sequence is preempted and computed again later, so
     the oldest always goes on. A lower `limit` stops admission; nobody is thrown out.
+
+    `weights` numbers what computes a sequence's keys and values. Those under the same number share blocks that hold the
+    same first tokens; without it nothing is shared.
     """
 
-    def __init__(self, pool: BlockPool, step_tokens: int, limit: int) -> None:
+    def __init__(
+        self, pool: BlockPool, step_tokens: int, limit: int, weights: Callable[[Sequence], int] | None = None
+    ) -> None:
         self.pool = pool
         self.step_tokens = step_tokens
         self.limit = limit
+        self._weights = weights
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -62,16 +69,42 @@ class Scheduler:
             self._admit(budget, plan)
         return plan
 
+    def keep(self, chunk: Chunk) -> None:
+        """The keys and values of a chunk are written: others may go on behind them, but for those of a reference."""
+        if self._weights is None:
+            return
+        sequence, size = chunk.sequence, self.pool.block_tokens
+        end = min(chunk.end, len(sequence.request.prompt)) if sequence.scoring else chunk.end
+        if end // size <= chunk.start // size:
+            return
+        keys = sequence.chain.keys(self._weights(sequence), sequence.tokens, size, end)
+        for number in range(chunk.start // size, len(keys)):
+            self.pool.keep(sequence.blocks, number, keys[number])
+
+    def begin_scoring(self, sequence: Sequence) -> None:
+        """It goes on with its reference, in no block that somebody could find."""
+        sequence.begin_scoring(self.pool.block_tokens)
+        self.pool.shrink(sequence.blocks, sequence.computed)
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        if self._weights is None:
+            return []
+        size, weights = self.pool.block_tokens, self._weights(sequence)
+        return self.pool.find(sequence.chain.keys(weights, sequence.tokens, size, sequence.reusable))
+
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limit:
             sequence = self.waiting[0]
-            if self.pool.needed(len(sequence.tokens)) > self.pool.free:
+            found = self._found(sequence)
+            if not self.pool.fits(found, len(sequence.tokens)):
                 return
             del self.waiting[0]
             self.running.append(sequence)
             plan.admitted.append(sequence)
+            self.pool.share(sequence.blocks, found)
+            sequence.computed = len(found) * self.pool.block_tokens
             count = min(sequence.remaining, budget)
-            self.pool.grow(sequence.blocks, count)
+            self.pool.grow(sequence.blocks, sequence.computed + count)
             budget -= count
             self._run(sequence, count, plan)
 

@@ -6,15 +6,20 @@ from dataclasses import dataclass, field
 
 from collm_common.messages import Done, Request
 from collm_common.types import AdapterRef, Quality
+from collm_replica.engine.chain import Chain
 from collm_replica.engine.output import Output
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The adapter version a sequence runs with to its end; slot -1 is the base model."""
+    """The adapter version a sequence runs with to its end; slot -1 is the base model.
+
+    `weights` tells one load of a version from every other; 0 is the base model.
+    """
 
     ref: AdapterRef | None = None
     slot: int = -1
+    weights: int = 0
 
 
 @dataclass
@@ -26,7 +31,7 @@ class Timings:
     first_token_s: float | None = None
     finished_s: float | None = None
 
-    def done(self, request: Request, output_tokens: int, quality: Quality | None) -> Done:
+    def done(self, request: Request, output_tokens: int, cached_tokens: int, quality: Quality | None) -> Done:
         """The final reply; a stage that was never entered took no time."""
         finished_s = self.added_s if self.finished_s is None else self.finished_s
         started_s = finished_s if self.started_s is None else min(self.started_s, finished_s)
@@ -39,6 +44,7 @@ class Timings:
             prefill_s=first_s - started_s,
             decode_s=finished_s - first_s,
             quality=quality,
+            cached_tokens=cached_tokens,
         )
 
 
@@ -50,6 +56,7 @@ class Sequence:
 
     While it answers, tokens are prompt, prefix and what was generated. While it is scored, they are the prompt and
     the reference without its last token, and `nll` sums the loss of the `scored` reference tokens seen so far.
+    `cached` tokens of the prompt were found in KV blocks when it began.
     """
 
     request: Request
@@ -64,6 +71,8 @@ class Sequence:
     nll: float = 0.0
     scored: int = 0
     life: int = 0
+    cached: int = 0
+    chain: Chain = field(default_factory=Chain)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.prefix]
@@ -83,12 +92,20 @@ class Sequence:
         """One token is left to run, and it is of the answer."""
         return not self.scoring and self.remaining == 1 and self.computed >= len(self.request.prompt)
 
-    def begin_scoring(self) -> None:
-        """Go on with the reference behind the prompt; only the prompt's last token runs a second time."""
+    @property
+    def reusable(self) -> int:
+        """The first tokens whose logits nobody asks for: their keys and values may be somebody else's."""
+        return len(self.request.prompt if self.scoring else self.tokens) - 1
+
+    def begin_scoring(self, block_tokens: int) -> None:
+        """Go on with the reference behind the prompt, from the start of the block that has the prompt's last token.
+
+        That block may be full of the answer, and somebody else's as well.
+        """
         prompt = self.request.prompt
         self.tokens = [*prompt, *self.request.reference[:-1]]
-        self.computed = min(self.computed, len(prompt) - 1)
         self.scoring = True
+        self.computed = min(self.computed, self.reusable // block_tokens * block_tokens)
 
     @property
     def ending(self) -> bool:
