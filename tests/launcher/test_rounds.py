@@ -530,9 +530,10 @@ def test_what_belongs_to_another_job_or_round_is_ignored() -> None:
 @given(st.data())
 def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObject) -> None:
     """Any order of events, deaths, failures and silences that leaves a job hanging or a client held for ever."""
-    driver = Driver(Rules(rounds=3, patience=1))
+    driver = Driver(Rules(rounds=3, patience=1, canary_s=data.draw(st.sampled_from([0.0, 500.0]))))
     let_go: set[str] = set()
-    published: set[int] = set()
+    published: set[int] = {0}
+    serves = dict.fromkeys(IDS, 0)
     for _ in range(200):
         if driver.job.ended:
             break
@@ -560,11 +561,24 @@ def test_whatever_happens_a_job_ends_and_lets_every_client_go(data: st.DataObjec
         let_go |= released(driver.actions)
         published |= {a.version for a in driver.actions if isinstance(a, Publish)}
         assert not published & {a.version for a in driver.actions if isinstance(a, Forget)}, "a served one is deleted"
+        serve(serves, driver.actions)
     for _ in range(40):
         let_go |= released(driver.tick(1000.0))
+        published |= {a.version for a in driver.actions if isinstance(a, Publish)}
+        serve(serves, driver.actions)
     assert driver.job.ended
     assert let_go == set(IDS)
     assert driver.job.version == 0 or driver.job.accepted
+    assert set(serves.values()) <= published, "a candidate that nobody accepted goes on serving"
+
+
+def serve(serves: dict[str, int], actions: list[Action]) -> None:
+    """Which version each replica serves after these."""
+    for action in actions:
+        if isinstance(action, Publish):
+            serves.update(dict.fromkeys(serves, action.version))
+        elif isinstance(action, Send) and isinstance(action.command, LoadAdapter):
+            serves[action.replica] = action.command.version
 
 
 def released(actions: list[Action]) -> set[str]:

@@ -14,7 +14,7 @@ from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, InferenceReport, Reply
 from collm_common.registry import Registry
 from collm_common.requeue import GROUP
-from collm_common.types import AdapterManifest, AdapterRef, ReplicaInfo, ReplicaState, SamplingParams
+from collm_common.types import AdapterManifest, AdapterRef, Quality, ReplicaInfo, ReplicaState, SamplingParams
 from collm_replica.adapter_feed import Loaded
 from collm_replica.channel import Training
 from tests.replica.support import replies, request, send, serving, settings
@@ -336,6 +336,27 @@ async def test_reports_tell_utilisation_batch_and_iteration_times(redis: Redis, 
     served = [served for report in reports for served in report.served]
     assert sum(one.requests for one in served) == 6
     assert {one.slo.name for one in served} == {"s"}
+
+
+async def test_reports_tell_how_well_each_adapter_version_did_on_references(redis: Redis, keys: Keys) -> None:
+    """Scores without the version that they are of: nobody could tell a regression."""
+    info = ReplicaInfo("r1", "m", "i", ReplicaState.SERVING, ready=True, infer_batch_max=8, context_tokens=64)
+    await Registry(redis, keys).register(info, 30)
+    await store_adapter(redis, keys, "desk", 1)
+    async with serving(redis, settings()) as running:
+        await running.versions.load("desk", 1)
+        for number, reference in enumerate(((8, 9), (8,), ())):
+            await send(redis, keys, request(f"q{number}", adapter="desk", reference=reference))
+        await send(redis, keys, request("bare", reference=(8, 9)))
+        await eventually(lambda: _reported(redis, keys, finished=4))
+    said = [reply.quality for reply in await replies(redis, keys) if isinstance(reply, Done) and reply.id != "bare"]
+    scored = [one for report in await _reports(redis, keys) for one in report.scored]
+    assert {one.adapter for one in scored} == {AdapterRef("desk", "1")}
+    told, answered = (Quality.pooled(parts) for parts in ((one.quality for one in scored), filter(None, said)))
+    assert told is not None
+    assert answered is not None
+    assert told.tokens == answered.tokens == 3
+    assert told.cross_entropy == pytest.approx(answered.cross_entropy)
 
 
 async def _reports(redis: Redis, keys: Keys) -> list[InferenceReport]:

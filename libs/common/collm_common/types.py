@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -87,6 +88,13 @@ class Quality(Struct, frozen=True):
 
     cross_entropy: float
     tokens: Count
+
+    @classmethod
+    def pooled(cls, parts: Iterable[Quality]) -> Quality | None:
+        """The mean over the tokens of all parts; None if they have none."""
+        counted = [part for part in parts if part.tokens]
+        tokens = sum(part.tokens for part in counted)
+        return cls(sum(part.cross_entropy * part.tokens for part in counted) / tokens, tokens) if tokens else None
 
 
 class BatchSizes(Struct, frozen=True):

@@ -19,7 +19,7 @@ from collm_common.streams import Entry, Tail, order
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
 from collm_launcher.loads import Loads
-from collm_launcher.policy import rounds
+from collm_launcher.policy import canary, rounds
 from collm_launcher.policy.idle import Move
 from collm_launcher.policy.job import Action, Job, Publish
 from collm_launcher.settings import LauncherSettings
@@ -82,6 +82,8 @@ class Launcher:
         match message:
             case InferenceReport():
                 self._loads.hear(message)
+                for job in self.jobs.values():
+                    canary.hear(job, message.scored)
             case ReplicaChanged(what="up"):
                 await self._catch_up(message.replica)
         if entry.key == self.keys.events:

@@ -17,6 +17,7 @@ from collm_common.errors import BrokerFault
 from collm_common.keys import Keys
 from collm_common.messages import Done, Expected, Failed, Replies, Reply
 from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
+from collm_common.types import AdapterRef
 
 log = logging.getLogger(__name__)
 MAX_BACKLOG = 256
@@ -24,13 +25,17 @@ PATIENCE_S = 600.0
 
 
 class Open(Struct, frozen=True):
-    """A request that is here: the entry to acknowledge, the ingress that waits, and what is expected of it."""
+    """A request that is here: the entry to acknowledge, the ingress that waits, and what is expected of it.
+
+    `adapter` is what answered it, once its text has ended.
+    """
 
     entry_id: str
     ingress: str
     attempt: int
     slo: str = ""
     expected: Expected | None = None
+    adapter: AdapterRef | None = None
 
 
 class Outbox:

@@ -16,6 +16,7 @@ from collm_common.types import BatchSizes
 from collm_replica.channel import Training
 from collm_replica.engine.protocol import InferenceEngine, StepResult
 from collm_replica.mps import PIPES
+from collm_replica.outbox import Open
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import OwnWork, Utilisation, Window
 from collm_replica.versions import Versions
@@ -54,10 +55,12 @@ class Reports:
         if request.attempt == 0:
             self._window.admit(request.slo, self._clock.now() - request.arrival_s)
 
-    def answered(self, slo: str, done: Done) -> None:
+    def answered(self, open_: Open, done: Done) -> None:
         """Account for a whole answer; some of many tell as much as all."""
+        if open_.adapter is not None and done.quality is not None:
+            self._window.score(open_.adapter, done.quality)
         if len(self._window.answered) < MAX_ANSWERED:
-            answered = Answered(slo, done.output_tokens, done.first_s, done.token_s, done.expected)
+            answered = Answered(open_.slo, done.output_tokens, done.first_s, done.token_s, done.expected)
             self._window.answered.append(answered)
 
     async def run(self) -> None:
@@ -95,6 +98,7 @@ class Reports:
             published=self._versions.published,
             served=window.admitted(),
             answered=tuple(window.answered),
+            scored=window.scores(),
             sm_shares=self._settings.sm_shares,
             mps=PIPES in os.environ,
             versions={name: ref.version for name, ref in self._engine.versions.items()},

@@ -151,9 +151,11 @@ class Serving:
             final = isinstance(reply, Done | Failed)
             open_ = self._open.pop(reply.id, None) if final else self._open.get(reply.id)
             if open_ is not None:
+                if isinstance(reply, messages.Delta) and reply.finish is not None:
+                    self._open[reply.id] = msgspec.structs.replace(open_, adapter=reply.adapter)
                 if isinstance(reply, Done):
                     reply = msgspec.structs.replace(reply, expected=open_.expected, replica=self.settings.id)
-                    self.reports.answered(open_.slo, reply)
+                    self.reports.answered(open_, reply)
                 addressed.append((open_, reply))
         forget, self._forget, self._refused = self._forget, [], []
         await self._outbox.put(addressed, forget)

@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from collm_common.messages import Answered, Iteration, Served
-from collm_common.types import BatchSizes, Slo
+from collm_common.messages import Answered, Iteration, Scored, Served
+from collm_common.types import AdapterRef, BatchSizes, Quality, Slo
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ class Window:
     iterations: dict[BatchSizes, list[float]] = field(default_factory=lambda: defaultdict(list))
     served: dict[Slo, tuple[int, float]] = field(default_factory=dict)
     answered: list[Answered] = field(default_factory=list)
+    scored: dict[AdapterRef, list[Quality]] = field(default_factory=lambda: defaultdict(list))
 
     def step(self, sizes: BatchSizes, running: int, prefill_tokens: int, duration_s: float) -> None:
         """Account for one engine iteration at `sizes`. One with a prefill in it says nothing about decode time."""
@@ -156,6 +157,14 @@ class Window:
     def admitted(self) -> tuple[Served, ...]:
         """What came in, by objective."""
         return tuple(Served(slo, count, total_s) for slo, (count, total_s) in self.served.items())
+
+    def score(self, adapter: AdapterRef, quality: Quality) -> None:
+        """Account for a reference that was scored."""
+        self.scored[adapter].append(quality)
+
+    def scores(self) -> tuple[Scored, ...]:
+        """Mean over the reference tokens of each adapter version."""
+        return tuple(Scored(adapter, mean) for adapter, all_ in self.scored.items() if (mean := Quality.pooled(all_)))
 
     def samples(self) -> tuple[Iteration, ...]:
         """Mean decode iteration time at each sizes seen."""

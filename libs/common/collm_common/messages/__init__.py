@@ -41,7 +41,7 @@ from collm_common.messages.events import (
     UpdateUploaded,
 )
 from collm_common.messages.replies import Delta, Done, Expected, Failed, Lost, Replies, Reply, TokenLogprob
-from collm_common.messages.telemetry import Answered, InferenceReport, Iteration, Served, Telemetry, TrainReport
+from collm_common.messages.telemetry import Answered, InferenceReport, Iteration, Scored, Served, Telemetry, TrainReport
 from collm_common.messages.work import Freed, Request
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "Request",
     "RequestId",
     "ResumeTraining",
+    "Scored",
     "Served",
     "ServerRates",
     "StateChanged",

@@ -8,7 +8,18 @@ from msgspec import Meta, Struct
 
 from collm_common.messages.base import Message
 from collm_common.messages.replies import Expected
-from collm_common.types import AtLeastOne, BatchSizes, Count, Name, Positive, ReplicaState, Share, Slo
+from collm_common.types import (
+    AdapterRef,
+    AtLeastOne,
+    BatchSizes,
+    Count,
+    Name,
+    Positive,
+    Quality,
+    ReplicaState,
+    Share,
+    Slo,
+)
 
 
 class Iteration(Struct, frozen=True):
@@ -37,13 +48,21 @@ class Answered(Struct, frozen=True):
     expected: Expected | None = None
 
 
+class Scored(Struct, frozen=True):
+    """References that were scored under one adapter version since the last report."""
+
+    adapter: AdapterRef
+    quality: Quality
+
+
 class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"):
     """What the inference process did since its last report.
 
     `utilisation` is in 0..1 (SM activity, or busy fraction on CPU); `mean_batch` averages running sequences over
     time; prefill_* and output_* let a reader divide; `versions` maps adapter name to its current version.
-    `served` has what came in, by objective, `answered` the first answers that ended; `sm_shares` the
-    shares that its trainer can be given (none: no choice); `mps` whether its processes use the GPU at the same time.
+    `served` has what came in, by objective, `answered` the first answers that ended, `scored` how well adapter versions
+    did on references; `sm_shares` the shares that its trainer can be given (none: no choice); `mps` whether its
+    processes use the GPU at the same time.
     """
 
     replica: Name
@@ -68,6 +87,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     sm_shares: tuple[Share, ...] = ()
     mps: bool = False
     answered: tuple[Answered, ...] = ()
+    scored: tuple[Scored, ...] = ()
 
 
 class TrainReport(Message, frozen=True, kw_only=True, tag="train_report"):

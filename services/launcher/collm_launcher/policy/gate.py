@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from collm_common.types import Quality, ReplicaState
 from collm_launcher.policy.early_stop import should_stop
@@ -15,12 +15,8 @@ QUALITY_BOUNDS = (0.1, 10.0)
 def compare(before: Mapping[str, Quality], after: Mapping[str, Quality]) -> tuple[float | None, float | None]:
     """Token-weighted mean cross-entropies over the clients that measured both; None where there are none."""
     both = sorted(before.keys() & after.keys())
-    return _mean([before[id_] for id_ in both]), _mean([after[id_] for id_ in both])
-
-
-def _mean(qualities: Collection[Quality]) -> float | None:
-    tokens = sum(quality.tokens for quality in qualities)
-    return sum(quality.cross_entropy * quality.tokens for quality in qualities) / tokens if tokens else None
+    old, new = (Quality.pooled(measured[id_] for id_ in both) for measured in (before, after))
+    return old.cross_entropy if old else None, new.cross_entropy if new else None
 
 
 def passes(before: float, after: float) -> bool:

@@ -18,6 +18,7 @@ class Phase(StrEnum):
     TRAINING = "training"
     AGGREGATING = "aggregating"
     EVALUATING = "evaluating"
+    CANARY = "canary"
     DONE = "done"
     FAILED = "failed"
 
@@ -27,6 +28,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
 
     `strategy` and `rates` say how updates are combined: fedprox needs `hyper.proximal` above 0, product alone takes
     clients that cannot train at the full rank. A slow client uploads what it has after `upload_share` of `train_s`.
+    With `canary_s` above 0 a candidate that passed serves the requests of one replica so long before it is published:
+    it is rejected if their references say that it is worse than what the others serve by more than `canary_slack`.
     A client leaves after `patience` rounds without a relative fall of its loss by `min_fall` (0: it never does).
     """
 
@@ -41,6 +44,9 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     upload_share: Share = 0.9
     aggregate_s: Positive = 60.0
     evaluate_s: Positive = 120.0
+    canary_s: Annotated[float, Meta(ge=0)] = 0.0
+    canary_slack: Annotated[float, Meta(ge=0)] = 0.1
+    canary_tokens: AtLeastOne = 200
     patience: Count = 2
     min_fall: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     max_rejected: AtLeastOne = 2
@@ -55,6 +61,13 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ValueError."""
         if self.strategy == "fedprox" and self.hyper.proximal == 0:
             raise ValueError("strategy fedprox needs hyper.proximal above 0")
+
+
+class Trial(Struct):
+    """References scored while a candidate served some of the requests: under it, and under anything else."""
+
+    candidate: Quality = Quality(0.0, 0)
+    others: Quality = Quality(0.0, 0)
 
 
 class Client(Struct):
@@ -95,12 +108,18 @@ class Job(Struct):
     measured: dict[int, dict[str, Quality]] = field(default_factory=dict)
     sizes: dict[str, BatchSizes] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
+    trial: Trial = field(default_factory=Trial)
     wanted: bool = False
 
     @property
     def ended(self) -> bool:
         """Nothing more will happen."""
         return self.phase in (Phase.DONE, Phase.FAILED)
+
+    @property
+    def has_candidate(self) -> bool:
+        """Whether a version was made, or is being made, that is not judged yet."""
+        return self.phase in (Phase.AGGREGATING, Phase.EVALUATING, Phase.CANARY)
 
     @property
     def quorum(self) -> int:

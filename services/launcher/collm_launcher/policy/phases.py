@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from collm_common.messages import Aggregate, Evaluate, JobChanged, LoadAdapter, StopTraining, TrainRound
 from collm_common.types import BatchSizes, ReplicaState
+from collm_launcher.policy.canary import regression
 from collm_launcher.policy.gate import compare, passes, score, stop_early
-from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Send
+from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Send, Trial
 
 FIRST_SIZES = BatchSizes(train=1, infer=1)
 
@@ -136,21 +137,53 @@ def judge_if_complete(job: Job, now: float) -> list[Action]:
 
 
 def judge(job: Job, now: float) -> list[Action]:
-    """The gate: publish only if held-out cross-entropy is not worse, on the same clients' same data."""
-    before, after = compare(job.measured.get(job.version, {}), job.measured.get(job.candidate, {}))
-    actions: list[Action] = []
-    if before is None or after is None or not passes(before, after):
-        job.rejected += 1
-        known = before is not None and after is not None
-        verdict = f"rejected: {after:.4f} after {before:.4f}" if known else "rejected: nobody measured both versions"
-        actions += [Forget(job.candidate), *take_back(job)]
-    else:
-        actions.append(Publish(job.candidate, before, after, job.version))
-        job.rejected, job.version = 0, job.candidate
-        job.accepted += 1
-        verdict = f"accepted: {after:.4f} after {before:.4f}"
-    actions += [announce(job, now, f"version {job.candidate} {verdict}"), *score(job, before), *stop_early(job)]
-    return [*actions, *_next(job, now)]
+    """The gate: go on only if held-out cross-entropy is not worse, on the same clients' same data."""
+    before, after = _compared(job)
+    if before is None or after is None:
+        return reject(job, now, "nobody measured both versions")
+    if not passes(before, after):
+        return reject(job, now, f"{after:.4f} after {before:.4f}")
+    return begin_canary(job, now) if job.rules.canary_s else accept(job, now)
+
+
+def begin_canary(job: Job, now: float) -> list[Action]:
+    """The server alone takes the candidate into service, for the requests that it gets."""
+    job.phase, job.deadline_s, job.trial = Phase.CANARY, now + job.rules.canary_s, Trial()
+    said = announce(job, now, f"version {job.candidate} serves on {job.server} for {job.rules.canary_s:g} s")
+    return [Send(job.server, LoadAdapter(name=job.adapter, version=job.candidate)), said]
+
+
+def end_canary(job: Job, now: float) -> list[Action]:
+    """Publish, unless the requests said otherwise."""
+    found = regression(job.trial, job.rules)
+    return accept(job, now) if found is None else reject(job, now, f"in service {found}")
+
+
+def accept(job: Job, now: float) -> list[Action]:
+    """Publish the candidate."""
+    before, after = _compared(job)
+    assert before is not None
+    assert after is not None
+    publish = Publish(job.candidate, before, after, job.version)
+    job.rejected, job.version = 0, job.candidate
+    job.accepted += 1
+    return _close(job, now, before, [publish], f"accepted: {after:.4f} after {before:.4f}")
+
+
+def reject(job: Job, now: float, why: str) -> list[Action]:
+    """Everybody goes back to the last accepted version."""
+    before, _ = _compared(job)
+    job.rejected += 1
+    return _close(job, now, before, [Forget(job.candidate), *take_back(job)], f"rejected: {why}")
+
+
+def _compared(job: Job) -> tuple[float | None, float | None]:
+    return compare(job.measured.get(job.version, {}), job.measured.get(job.candidate, {}))
+
+
+def _close(job: Job, now: float, before: float | None, actions: list[Action], verdict: str) -> list[Action]:
+    said = announce(job, now, f"version {job.candidate} {verdict}")
+    return [*actions, said, *score(job, before), *stop_early(job), *_next(job, now)]
 
 
 def _next(job: Job, now: float) -> list[Action]:
@@ -177,7 +210,7 @@ def discard(job: Job, now: float, reason: str) -> list[Action]:
 def rolled_back(job: Job, now: float, version: int, reason: str) -> list[Action]:
     """An operator took another version: what the clients train was made of one that nobody wants."""
     leftovers: list[Action] = [clean(job)]
-    if job.phase in (Phase.AGGREGATING, Phase.EVALUATING):
+    if job.has_candidate:
         leftovers.append(abandon(job))
     job.version = version
     ended = end(job, now, Phase.DONE, f"rolled back to version {version}: {reason}")

@@ -1,7 +1,7 @@
 """Federated rounds as a state machine: events and ticks in, actions out (paper section 4).
 
-forming -> training -> aggregating -> evaluating -> (gate) -> training … -> done. Three replicas are needed to start,
-not to go on; one that dies, is recalled or fails costs its update, not the round.
+forming -> training -> aggregating -> evaluating -> (gate, canary) -> training … -> done. Three replicas are needed to
+start, not to go on; one that dies, is recalled or fails costs its update, not the round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collm_common.messages import (
     AdapterRolledBack,
     Aggregated,
     Evaluated,
+    LoadAdapter,
     StateChanged,
     StopTraining,
     TaskFailed,
@@ -27,11 +28,14 @@ from collm_launcher.policy.phases import (
     aggregated,
     announce,
     another_server,
+    begin_canary,
     clean,
     end,
+    end_canary,
     judge,
     judge_if_complete,
     rolled_back,
+    take_back,
     train,
     train_if_formed,
 )
@@ -87,9 +91,9 @@ def cancel(job: Job, now: float) -> list[Action]:
     """Nobody wants the job any more; what was published stays."""
     if job.ended:
         return []
-    made = job.phase in (Phase.AGGREGATING, Phase.EVALUATING)
-    leftovers: list[Action] = [clean(job), abandon(job)] if made else [clean(job)]
-    return [*leftovers, *end(job, now, Phase.FAILED, "cancelled")]
+    tried = take_back(job) if job.phase is Phase.CANARY else []
+    leftovers: list[Action] = [clean(job), abandon(job)] if job.has_candidate else [clean(job)]
+    return [*leftovers, *tried, *end(job, now, Phase.FAILED, "cancelled")]
 
 
 def on_event(job: Job, now: float, event: object) -> list[Action]:
@@ -162,14 +166,17 @@ def _lose(job: Job, now: float, replica: str, reason: str) -> list[Action]:
     if replica not in job.uploads:
         # It may have died over its upload: half of one is there, and will not expire.
         actions.append(Clean(job.round, (replica,)))
+    if job.phase is Phase.CANARY and replica == job.server:
+        actions.append(Send(replica, LoadAdapter(name=job.adapter, version=job.version)))
     if not job.clients:
-        made = job.phase in (Phase.AGGREGATING, Phase.EVALUATING)
-        leftovers: list[Action] = [clean(job), abandon(job)] if made else []
+        leftovers: list[Action] = [clean(job), abandon(job)] if job.has_candidate else []
         return [*actions, *leftovers, *end(job, now, Phase.DONE if job.accepted else Phase.FAILED, "no client is left")]
     if replica == job.server:
         job.server = min(job.clients, key=lambda id_: (-job.clients[id_].quality, id_))
         if job.phase is Phase.AGGREGATING:
             return [*actions, *aggregate_again(job, now)]
+        if job.phase is Phase.CANARY:
+            return [*actions, *begin_canary(job, now)]
     return [*actions, *_progress(job, now)]
 
 
@@ -220,5 +227,7 @@ def _deadline(job: Job, now: float) -> list[Action]:
             return [*stops, *aggregate_if_complete(job, now)]
         case Phase.AGGREGATING:
             return another_server(job, now)
+        case Phase.CANARY:
+            return end_canary(job, now)
         case _:
             return judge(job, now)
