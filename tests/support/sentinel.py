@@ -50,10 +50,13 @@ class Watched:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         self._await_copy()
 
-    def fail_over(self) -> None:
-        """The copy becomes the primary, and the primary its copy."""
+    def name_the_copy(self) -> None:
+        """From now on the copy is called the primary; the primary lives on and takes writes, and nobody copies them."""
+        with blocking_redis.Redis(port=self.copy.port) as client:
+            client.replicaof("NO", "ONE")
         with blocking_redis.Redis(port=self.port) as client:
-            client.execute_command("SENTINEL", "FAILOVER", NAME)
+            client.sentinel_remove(NAME)
+            client.sentinel_monitor(NAME, "127.0.0.1", self.copy.port, 1)
 
     def close(self) -> None:
         """End all three."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import redis.exceptions as failures
 from msgspec import Struct
 from redis.asyncio.connection import BlockingConnectionPool
 from redis.asyncio.retry import Retry
@@ -15,6 +19,7 @@ SCHEME = "redis+sentinel"
 FORM = f"{SCHEME}://USER:PASSWORD@HOST:PORT,HOST:PORT/NAME/DATABASE"
 PORT = 26379
 ASK_S = 1.0
+ASK_EVERY_S = 1.0
 
 
 class Watched(Struct, frozen=True):
@@ -47,11 +52,38 @@ def _node(text: str) -> tuple[str, int]:
 
 
 class _Pool(SentinelConnectionPool, BlockingConnectionPool):  # type: ignore[misc]
-    """Closes what it asks, too."""
+    """While it is used, it asks once every ASK_EVERY_S, beside the commands, who the primary is.
+
+    A demoted primary may go on taking writes, which are lost, until a Sentinel gets to it; connections to it are not
+    used any more from the next answer on.
+    """
+
+    _asking: asyncio.Task[None] | None = None
+    _asked_s = float("-inf")
+
+    async def get_connection(self, *args: Any, **kwargs: Any) -> Any:
+        if time.monotonic() - self._asked_s > ASK_EVERY_S and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask())
+        return await super().get_connection(*args, **kwargs)
+
+    async def release(self, connection: Any) -> None:
+        if self.master_address not in (None, (connection.host, connection.port)):
+            connection.mark_for_reconnect()
+        await super().release(connection)
 
     async def aclose(self) -> None:
+        """Closes what it asks, too."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
         await super().aclose()
         await self.sentinel_manager.aclose()
+
+    async def _ask(self) -> None:
+        """Without an answer, what it has stays as it is."""
+        with suppress(failures.RedisError, OSError):
+            await self.get_master_address()
+        self._asked_s = time.monotonic()
 
 
 def pool(url: str, **options: Any) -> BlockingConnectionPool:
