@@ -139,6 +139,31 @@ def test_the_fastest_replica_decides_what_can_be_in_time() -> None:
     assert fastest([Fit(fast, 1)], None) is None
 
 
+def test_a_prompt_costs_what_has_to_be_computed_of_it() -> None:
+    """A stream that is taken for ten times as slow as it is since its prompts are known, or one for as fast as that."""
+    model = LatencyModel(infer=Line(base_s=0.01), prefill_s_per_token=1e-3, output_tokens=10)
+    streams, slo, fit = Streams(), Slo("s", ttft_s=5.0), Fit(model, 1)
+    for _ in range(200):
+        for key, cached_tokens in (("known", 900), ("new", 0)):
+            streams.arrived(key, slo, 1000, 1.0)
+            streams.answered(key, 10, cached_tokens)
+    known, new = streams.of("known"), streams.of("new")
+    assert known is not None
+    assert new is not None
+    wanted = {"known": pytest.approx(0.1, rel=0.03), "new": pytest.approx(1.0, rel=0.03)}
+    for key, stream in (("known", known), ("new", new)):
+        assert fit.shape(stream).prefill_s == wanted[key]
+        expected, pace = fit.expected(stream, 1000, 1), fastest([fit], stream)
+        assert expected is not None
+        assert expected.first_s - 0.01 == wanted[key]
+        assert pace is not None
+        assert pace.prefill_s_per_token * 1000 == wanted[key]
+    for _ in range(200):
+        streams.arrived("known", slo, 100, 2.0)
+        streams.answered("known", 10, 0)
+    assert known.computed == pytest.approx(1.0, abs=0.01)
+
+
 def test_what_can_be_in_time_is_judged_amid_others() -> None:
     """A queue that under overload serves everybody at a moment that would do only for a request alone."""
     model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.001), prefill_s_per_token=1e-3, output_tokens=10)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from collm_common import latency, messages, streams
+from collm_common import latency, messages, post, streams
 from collm_common.keys import Keys
 from collm_common.latency import LatencyModel, Line
-from collm_common.messages import Delta, Done, Request, TokenLogprob
+from collm_common.messages import Delta, Done, InferenceReport, Request, TokenLogprob
+from collm_common.types import ReplicaState
 from tests.dispatcher.support import register
 from tests.ingress.support import Front, chat, front, text
 from tests.support.waiting import eventually
@@ -123,6 +124,39 @@ async def test_liveness_readiness_and_metrics(redis: Redis, keys: Keys, tokenize
         'collm:time_to_first_token_seconds_count{model_name="m"} 1.0',
     ):
         assert line in page
+
+
+async def test_what_was_not_computed_again_is_told(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """A client that pays for cached tokens and never sees them, counted once a choice, and a dashboard without them."""
+    async with front(redis, keys, tokenizer_folder) as site:
+        prompt = list(range(100, 150))
+        _, first = await site.post(TEXT, text(prompt))
+        _, again = await site.post(TEXT, text([prompt, [1, 2]], n=2))
+        async with site.http.get("/metrics") as response:
+            said = await response.text()
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+    assert again["usage"]["prompt_tokens"] == 52
+    assert 'collm:prefix_cache_queries_total{model_name="m"} 154.0' in said
+    assert 'collm:prefix_cache_hits_total{model_name="m"} 96.0' in said
+
+
+async def test_how_full_each_replica_is_follows_its_reports(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """A gauge that stays where it was, or that shows a replica which is not there."""
+    await register(redis, keys)
+    numbers = ("time_s", "utilisation", "memory_bytes", "queue", "running", "mean_batch", "limit", "train_batch")
+    same: dict[str, Any] = {"state": ReplicaState.SERVING, **dict.fromkeys(numbers, 0)}
+    async with front(redis, keys, tokenizer_folder, replicas=0) as site:
+
+        async def says(usage: float) -> bool:
+            await post.report(redis, keys, InferenceReport(replica="r1", kv_usage=usage, **same))
+            await post.report(redis, keys, InferenceReport(replica="gone", kv_usage=0.5, **same))
+            async with site.http.get("/metrics") as response:
+                found = re.findall(r"kv_cache_usage_perc{(.*)} (.*)", await response.text())
+            return found == [('model_name="m",replica="r1"', str(usage))]
+
+        await eventually(lambda: says(0.25))
+        await eventually(lambda: says(0.75))
 
 
 async def test_what_was_expected_of_a_request_is_beside_what_it_took(

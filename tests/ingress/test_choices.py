@@ -39,7 +39,8 @@ async def test_every_prompt_has_n_choices_in_order(redis: Redis, keys: Keys, tok
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     ends = [c["choices"][0]["index"] for c in chunks if c["choices"] and c["choices"][0]["finish_reason"]]
     assert sorted(ends) == [0, 1, 2, 3]
-    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29} == chunks[-1]["usage"]
+    counts = {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+    assert whole["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}} == chunks[-1]["usage"]
 
 
 async def test_each_choice_of_a_chat_opens_with_its_role(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:

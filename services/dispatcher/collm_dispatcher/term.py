@@ -103,7 +103,8 @@ class Term:
             return
         drift = self.planner.drifts.setdefault(report.replica, Drift())
         for answered in report.answered:
-            self.streams.answered(self._keys.requests(self.model, answered.slo), answered.tokens)
+            key = self._keys.requests(self.model, answered.slo)
+            self.streams.answered(key, answered.tokens, answered.cached_tokens)
             if answered.expected is not None and answered.token_s is not None:
                 drift.observe(answered.expected.token_s, answered.expected.scale, answered.token_s)
 

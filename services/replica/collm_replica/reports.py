@@ -60,7 +60,8 @@ class Reports:
         if open_.adapter is not None and done.quality is not None:
             self._window.score(open_.adapter, done.quality)
         if len(self._window.answered) < MAX_ANSWERED:
-            answered = Answered(open_.slo, done.output_tokens, done.first_s, done.token_s, done.expected)
+            times = done.first_s, done.token_s
+            answered = Answered(open_.slo, done.output_tokens, *times, done.expected, done.cached_tokens)
             self._window.answered.append(answered)
 
     async def run(self) -> None:
@@ -92,6 +93,7 @@ class Reports:
             iterations=window.samples(),
             prefill_tokens=window.prefill_tokens,
             prefill_s=window.prefill_s,
+            kv_usage=self._engine.kv_usage,
             output_tokens=window.output_tokens,
             finished=window.finished,
             snapshots=self._versions.snapshots,

@@ -39,13 +39,17 @@ class Served(Struct, frozen=True):
 
 
 class Answered(Struct, frozen=True):
-    """A whole answer of one objective (`slo`): its length, its times at the replica, and what was expected of it."""
+    """A whole answer of one objective (`slo`): its length, its times at the replica, and what was expected of it.
+
+    `cached_tokens` of its prompt were not computed, because an earlier request began with the same ones.
+    """
 
     slo: str
     tokens: Count
     first_s: float
     token_s: float | None = None
     expected: Expected | None = None
+    cached_tokens: Count = 0
 
 
 class Scored(Struct, frozen=True):
@@ -59,7 +63,8 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     """What the inference process did since its last report.
 
     `utilisation` is in 0..1 (SM activity, or busy fraction on CPU); `mean_batch` averages running sequences over
-    time; prefill_* and output_* let a reader divide; `versions` maps adapter name to its current version.
+    time; prefill_* (of tokens that were computed) and output_* let a reader divide; `kv_usage` is the share of KV
+    blocks that requests hold now; `versions` maps adapter name to its current version.
     `served` has what came in, by objective, `answered` the first answers that ended, `scored` how well adapter versions
     did on references; `sm_shares` the shares that its trainer can be given (none: no choice); `mps` whether its
     processes use the GPU at the same time.
@@ -78,6 +83,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     iterations: tuple[Iteration, ...] = ()
     prefill_tokens: Count = 0
     prefill_s: float = 0.0
+    kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
     output_tokens: Count = 0
     finished: Count = 0
     snapshots: Count = 0

@@ -15,6 +15,9 @@ SHARED = frozenset(
     for name in (
         "num_requests_running",
         "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
         "prompt_tokens",
         "generation_tokens",
         "request_success",

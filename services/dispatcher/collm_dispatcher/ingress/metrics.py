@@ -48,6 +48,12 @@ class Metrics:
         self.waiting = Gauge("collm:num_requests_waiting", "Requests without a token", model, registry=registry)
         self.prompt_tokens = Counter("collm:prompt_tokens", "Prompt tokens", model, registry=registry)
         self.generation_tokens = Counter("collm:generation_tokens", "Output tokens", model, registry=registry)
+        self.prefix_queries = Counter(
+            "collm:prefix_cache_queries", "Prompt tokens that were looked for in KV blocks", model, registry=registry
+        )
+        self.prefix_hits = Counter(
+            "collm:prefix_cache_hits", "Prompt tokens that were found there", model, registry=registry
+        )
         self.success = Counter(
             "collm:request_success", "Whole answers", ["model_name", "finished_reason"], registry=registry
         )
@@ -118,6 +124,11 @@ class Metrics:
                 self.predicted.labels(model, stage).inc(predicted_s)
                 self.outcome.labels(model, stage).inc(outcome_s)
                 self.ratio.labels(model, stage).observe(outcome_s / predicted_s)
+
+    def reused(self, model: str, prompt_tokens: int, done: Done) -> None:
+        """How much of a prompt was computed before."""
+        self.prefix_queries.labels(model).inc(prompt_tokens)
+        self.prefix_hits.labels(model).inc(done.cached_tokens)
 
     def timed(self, model: str, queue_s: float, done: Done) -> None:
         """Where the time of a whole answer went."""

@@ -21,6 +21,11 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
+def cached(tokens: int) -> dict[str, dict[str, int]]:
+    """What usage says of prompt tokens that were not computed again."""
+    return {"prompt_tokens_details": {"cached_tokens": tokens}}
+
+
 def extension(done: Done, adapter: str | None, queue_s: float) -> dict[str, Any]:
     """The `collm` object: which version answered, where the time went, how the reference scored."""
     quality = done.quality
@@ -86,11 +91,11 @@ class Shape:
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         return self._chunk([{"index": index, **content, "logprobs": None, "finish_reason": reason}])
 
-    def last(self, counts: dict[str, int] | None, collm: dict[str, Any]) -> dict[str, Any]:
+    def last(self, counts: dict[str, Any] | None, collm: dict[str, Any]) -> dict[str, Any]:
         """After the text: usage if it was asked for, and what CoLLM adds."""
         return self._chunk([]) | ({"usage": counts} if counts is not None else {}) | {"collm": collm}
 
-    def whole(self, choices: Sequence[Choice], counts: dict[str, int], collm: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], counts: dict[str, Any], collm: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
         told = [self._told(index, choice) for index, choice in enumerate(choices)]

@@ -62,6 +62,7 @@ class Answer:
         if self.done is not None:
             self._metrics.compared(request.model, self.done)
             self._metrics.timed(request.model, self.queue_s, self.done)
+            self._metrics.reused(request.model, len(request.prompt), self.done)
         tokens = len(self.open.tokens)
         self._metrics.finished(request.model, request.slo, self.ttft_s, self.e2e_s, tokens, self.open.finish)
 
@@ -87,9 +88,13 @@ class Response:
         """Of the first choice, so far."""
         return self._choices[0].text
 
-    def usage(self) -> dict[str, int]:
-        """Tokens so far."""
-        return render.usage(self._prompt_tokens, sum(len(answer.open.tokens) for answer in self.answers))
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; how many of the prompts were known already, once all is done."""
+        counts = render.usage(self._prompt_tokens, sum(len(answer.open.tokens) for answer in self.answers))
+        done = [(answer.open.request.prompt, answer.done.cached_tokens) for answer in self.answers if answer.done]
+        if len(done) < len(self.answers):
+            return counts
+        return counts | render.cached(sum(dict(reversed(done)).values()))
 
     def extension(self) -> dict[str, Any]:
         """The `collm` object once all is done: of the choice that ended last, for which the client had to wait."""

@@ -67,7 +67,8 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     """Listens for as long as the block runs. Raises ModelError or SettingsError before it does."""
     tokenizers = await load_all(settings.models)
     cell, metrics = Cell(redis, settings.keys, clock), Metrics(settings.class_names, settings.vllm_metrics)
-    metrics.registry.register(CellView(cell))
+    view = CellView(cell)
+    metrics.registry.register(view)
     opened = OpenRequests(settings.max_open, settings.retry_after_s)
     name = f"{settings.id or 'ingress'}-{uuid.uuid4().hex[:12]}"
     bounds = Bounds(settings.max_queued, settings.max_streams, settings.retry_after_s)
@@ -119,7 +120,8 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
     try:
         await once("classes", answers.announce_classes, clock)
         await once("registry", cell.refresh, clock)
-        loops = (cell.run(settings.refresh_s), courier.run(), courier.watch(), courier.seek(settings.silent_s))
+        following = (cell.run(settings.refresh_s), view.listen())
+        loops = (*following, courier.run(), courier.watch(), courier.seek(settings.silent_s))
         running.tasks = [asyncio.create_task(loop) for loop in loops]
         await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
         running.port = int(runner.addresses[0][1])

@@ -46,7 +46,8 @@ class Fit(Struct, frozen=True):
         step, shape = self.step, self.shape(stream)
         if step is None or self.model is None:
             return None
-        own = msgspec.structs.replace(shape, prefill_s=self.scale * self.model.prefill_s(prompt_tokens))
+        own_s = self.scale * self.model.prefill_s(stream.computed * prompt_tokens)
+        own = msgspec.structs.replace(shape, prefill_s=own_s)
         return Expected(first_s(step, own, b), token_s(step, shape, b), self.scale)
 
 
@@ -99,7 +100,8 @@ def _pace(model: LatencyModel, step: StepTime, fit: Fit, stream: Stream) -> Pace
     b = fit.mode(stream).b
     own_s = first_s(step, shape, b) - step(b)
     stretch = own_s / shape.prefill_s if shape.prefill_s > 0 else 1.0
-    return Pace(stretch * fit.scale * model.prefill_s_per_token, token_s(step, shape, b), shape.output_tokens)
+    prompt_token_s = stretch * fit.scale * stream.computed * model.prefill_s_per_token
+    return Pace(prompt_token_s, token_s(step, shape, b), shape.output_tokens)
 
 
 def _whole_s(pace: Pace, prompt_tokens: float) -> float:

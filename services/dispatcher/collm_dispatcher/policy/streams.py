@@ -17,12 +17,16 @@ QUANTILES = 10
 
 
 class Stream:
-    """One stream. `prompt_tokens` is a moving average; `seen_s` when its last request came."""
+    """One stream. `seen_s` is when its last request came.
+
+    `prompt_tokens`, and `cached_tokens` of them that the replicas did not have to compute, are moving averages.
+    """
 
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
         self.seen_s = 0.0
         self.prompt_tokens = 0.0
+        self.cached_tokens = 0.0
         self.lengths = Lengths()
         self.forecast = Forecast()
         self.arrivals = 0
@@ -35,6 +39,16 @@ class Stream:
         weight = PROMPT_WEIGHT if self.prompt_tokens else 1.0
         self.prompt_tokens += weight * (prompt_tokens - self.prompt_tokens)
 
+    def answered(self, tokens: int, cached_tokens: int) -> None:
+        """An answer of one of its requests ended."""
+        self.lengths.observe(tokens)
+        self.cached_tokens += PROMPT_WEIGHT * (cached_tokens - self.cached_tokens)
+
+    @property
+    def computed(self) -> float:
+        """The part of a prompt that has to be computed, 0..1."""
+        return 1.0 - min(1.0, self.cached_tokens / self.prompt_tokens) if self.prompt_tokens else 1.0
+
     def observe(self, elapsed_s: float) -> None:
         """So much time has passed: what was learned since then counts from now on."""
         self.forecast.observe(self.arrivals, elapsed_s)
@@ -44,7 +58,7 @@ class Stream:
 
     def shape(self, prefill_s_per_token: float, output_tokens: float) -> Shape:
         """The shape of its requests; `output_tokens` is what to expect until enough answers were seen."""
-        prefill_s = prefill_s_per_token * _coarse(self.prompt_tokens)
+        prefill_s = prefill_s_per_token * _coarse(self.computed * self.prompt_tokens)
         if not self._typical.lengths:
             return Shape(prefill_s, output_tokens)
         return Shape(prefill_s, self._typical.output_tokens, self._typical.lengths)
@@ -71,10 +85,10 @@ class Streams:
         """The stream is gone."""
         self._streams.pop(key, None)
 
-    def answered(self, key: str, tokens: int) -> None:
-        """An answer ended after so many tokens."""
+    def answered(self, key: str, tokens: int, cached_tokens: int = 0) -> None:
+        """An answer ended after so many tokens; so many of its prompt were not computed."""
         if (stream := self._streams.get(key)) is not None:
-            stream.lengths.observe(tokens)
+            stream.answered(tokens, cached_tokens)
 
     def observe(self, elapsed_s: float) -> None:
         """So much time has passed: what was learned since then counts from now on."""

@@ -226,7 +226,6 @@ class EngineCore:
             self._flying = None
         plan = self._scheduler.schedule()
         self.preemptions += len(plan.preempted)
-        begun = [sequence for sequence in plan.admitted if sequence.times.started_s is None]
         for sequence in plan.admitted:
             self._admit(sequence)
         launched = self._launch(sorted(plan.chunks, key=lambda chunk: not chunk.decode))
@@ -236,7 +235,7 @@ class EngineCore:
             landed.append(self._flying)
             replies += self._land(self._flying)
         self._flying = launched
-        return _result(landed, begun, replies, self._clock() - start)
+        return _result(landed, replies, self._clock() - start)
 
     def _weights(self, sequence: Running) -> int:
         """What computes its keys and values, as `Pin.weights`."""
@@ -360,16 +359,8 @@ class EngineCore:
             self._backend.clear(slot)
 
 
-def _result(landed: list[Flying], begun: list[Running], replies: list[Reply], duration_s: float) -> StepResult:
+def _result(landed: list[Flying], replies: list[Reply], duration_s: float) -> StepResult:
     """What was waited for is what took the time."""
     chunks = [chunk for flying in landed for chunk in flying.chunks]
     decodes = sum(chunk.decode for chunk in chunks)
-    return StepResult(
-        replies,
-        prefill_tokens=sum(chunk.count for chunk in chunks) - decodes,
-        decode_tokens=decodes,
-        running=len(chunks),
-        duration_s=duration_s,
-        prefix_queries=sum(len(sequence.request.prompt) for sequence in begun),
-        prefix_hits=sum(sequence.cached for sequence in begun),
-    )
+    return StepResult(replies, sum(chunk.count for chunk in chunks) - decodes, decodes, len(chunks), duration_s)

@@ -27,18 +27,13 @@ class Staged:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration: replies in the order they were made, tokens run, sequences that ran, seconds.
-
-    `prefix_queries` are the prompt tokens of the requests that it began, `prefix_hits` those found in KV blocks.
-    """
+    """One iteration: replies in the order they were made, tokens run, sequences that ran, seconds."""
 
     replies: list[Delta | Done | Failed]
     prefill_tokens: int
     decode_tokens: int
     running: int
     duration_s: float
-    prefix_queries: int = 0
-    prefix_hits: int = 0
 
 
 class InferenceEngine(Protocol):
