@@ -137,5 +137,13 @@ async def test_files_and_fine_tuning_jobs(redis: Redis, keys: Keys, model: Path,
             events = [each.id async for each in jobs.list_events(job.id, limit=2)]
             assert len(events) == len(set(events)) > 4
             assert (await jobs.cancel(job.id)).status == "succeeded"
+            made = [each.fine_tuned_model_checkpoint async for each in jobs.checkpoints.list(job.id, limit=1)]
+            assert made == ["m-sdk@v2", "m-sdk@v1"]
+            other = await jobs.create(model="m", training_file=file.id, suffix="rests")
+            assert (await jobs.pause(other.id)).status == "paused"
+            await jobs.resume(other.id)
+            assert (await client.files.content(file.id)).text == "\n".join(LINES)
+            assert (await client.files.delete(file.id)).deleted
+            assert [each.id async for each in client.files.list(purpose="fine-tune", order="asc")] == []
             with pytest.raises(openai.NotFoundError):
                 await jobs.retrieve("none")

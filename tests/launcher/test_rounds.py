@@ -27,7 +27,7 @@ from collm_common.types import BatchSizes, Quality, ReplicaInfo, ReplicaState
 from collm_launcher.policy.gate import compare
 from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Phase, Publish, Return, Rules, Score, Send
 from collm_launcher.policy.phases import train
-from collm_launcher.policy.rounds import choose, on_event, on_tick, start
+from collm_launcher.policy.rounds import choose, form, on_event, on_tick, pause, resume, start
 
 RULES = Rules(rounds=2, steps=8, patience=0)
 IDS = ("r1", "r2", "r3")
@@ -512,6 +512,33 @@ def test_a_client_whose_loss_stays_leaves_and_the_rest_go_on_down_to_one() -> No
     driver.aggregated()
     driver.measure("r1", driver.job.candidate, 1.0)
     assert driver.job.phase is Phase.DONE
+
+
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING])
+def test_a_pause_frees_every_client_and_costs_no_round(phase: Phase) -> None:
+    """A client that nobody gives back, a candidate that stays, or a job with a round less for every pause."""
+    run = Driver()
+    if phase is not Phase.FORMING:
+        run.join()
+    if phase in (Phase.AGGREGATING, Phase.EVALUATING):
+        for id_ in IDS:
+            run.upload(id_)
+    if phase is Phase.EVALUATING:
+        run.event(Aggregated(job="j", round=1, adapter="desk", version=1, residual=0.0, time_s=0.0))
+    assert run.job.phase is phase
+    actions = run.same(lambda job: pause(job, run.now))
+    assert {action.replica for action in actions if isinstance(action, Return)} == set(IDS)
+    assert Forget(1) in actions or phase in (Phase.FORMING, Phase.TRAINING)
+    assert run.tick(10_000) == []
+    assert run.same(lambda job: pause(job, run.now)) == []
+    run.same(lambda job: resume(job, run.now))
+    assert run.job.phase is Phase.WAITING
+    assert run.tick(10_000) == []
+    run.same(lambda job: form(job, run.now, [info(id_) for id_ in IDS[:3]]))
+    run.join()
+    trained = [action.command for action in run.actions if isinstance(action, Send)]
+    assert {command.first_step for command in trained if isinstance(command, TrainRound)} == {0}
+    assert (run.job.phase, run.job.turn) == (Phase.TRAINING, 1)
 
 
 def test_what_belongs_to_another_job_or_round_is_ignored() -> None:

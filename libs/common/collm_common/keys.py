@@ -91,6 +91,11 @@ class Keys(Struct, frozen=True):
         return self._key("tunings")
 
     @property
+    def paused(self) -> str:
+        """Set of ids of jobs that clients have asked for and want to rest."""
+        return self._key("paused")
+
+    @property
     def files(self) -> str:
         """Sorted set of uploaded files, by time."""
         return self._key("files")

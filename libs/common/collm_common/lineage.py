@@ -14,6 +14,7 @@ from collm_common.errors import AdapterError
 from collm_common.keys import Keys
 from collm_common.messages import AdapterRolledBack, LoadAdapter
 from collm_common.registry import Registry
+from collm_common.streams import Rows
 
 HISTORY_MAXLEN = 1000
 TRIES = 5
@@ -51,10 +52,15 @@ async def history(redis: Redis, keys: Keys, name: str) -> list[Turn]:
     """All turns, oldest first. Raises AdapterError for an unknown adapter."""
     if not await redis.exists(keys.adapter(name)):
         raise AdapterError(f"no adapter {name!r}")
-    rows = await redis.xrange(keys.adapter_history(name))
+    return turns(await redis.xrange(keys.adapter_history(name)))
+
+
+def turns(rows: Rows) -> list[Turn]:
+    """Entries of an adapter's history."""
     return [
         msgspec.convert({field.decode(): value.decode() for field, value in row.items()}, Turn, strict=False)
         for _, row in rows
+        if row
     ]
 
 

@@ -21,7 +21,7 @@ from collm_common.watch import Watch
 from collm_launcher.loads import Loads
 from collm_launcher.policy import canary, rounds
 from collm_launcher.policy.idle import Move
-from collm_launcher.policy.job import Action, Job, Publish
+from collm_launcher.policy.job import Action, Job, Phase, Publish
 from collm_launcher.settings import LauncherSettings
 from collm_launcher.store import JobStore
 
@@ -126,14 +126,17 @@ class Launcher:
     async def _tick(self, now: float) -> None:
         self.ticks += 1
         self._replicas = await self._registry.replicas()
+        paused = await self._store.paused()
         for job in [*self.jobs.values()]:
             await self._step(job, None)
             if not job.ended and await self._store.cancelled(job):
                 await self._apply(job, rounds.cancel(job, now))
+            elif actions := rounds.pause(job, now) if job.id in paused else rounds.resume(job, now):
+                await self._apply(job, actions)
         await self._free_strays(now)
         self._loads.tick(self._replicas, await sizes_of(self.redis, self.keys, self._replicas))
         for model in sorted({info.model for info in self._replicas.values()}):
-            wanted = await self._store.wanted(model)
+            wanted = {name: id_ for name, id_ in (await self._store.wanted(model)).items() if id_ not in paused}
             adapter = self._due(model, wanted, now)
             start_from = None if adapter is None else self.settings.rules.min_clients
             for move in self._loads.moves(model, self._replicas, start_from):
@@ -174,7 +177,7 @@ class Launcher:
         able = sum(info.model == model and rounds.able(info, self.settings.rules) for info in self._replicas.values())
         if able < self.settings.rules.min_clients:
             return None
-        busy = {job.adapter for job in self.jobs.values()}
+        busy = {job.adapter for job in self.jobs.values() if job.phase is not Phase.WAITING}
         waited = {name: self._next_job_s.get(name, 0.0) for name in (*wanted, *self.settings.adapters_of(model))}
         ready = [name for name, free_s in waited.items() if free_s <= now and name not in busy]
         return min(ready, key=lambda name: (name not in wanted, waited[name]), default=None)
@@ -189,12 +192,16 @@ class Launcher:
             return
         version, following = await self._store.adapter(adapter, model)
         id_ = wanted or uuid.uuid4().hex[:8]
-        job, actions = rounds.start(
-            id_, now, members, adapter, version, following, self.settings.rules, self.settings.seed
-        )
-        job.wanted = wanted is not None
+        if (job := self.jobs.get(id_)) is not None:
+            job.version, job.next_version = version, max(job.next_version, following)
+            actions = rounds.form(job, now, members)
+        else:
+            job, actions = rounds.start(
+                id_, now, members, adapter, version, following, self.settings.rules, self.settings.seed
+            )
+            job.wanted = wanted is not None
+            self.jobs[id_], self._positions[id_] = job, since
         log.info("job %s over %s", id_, ", ".join(job.clients))
-        self.jobs[id_], self._positions[id_] = job, since
         await self._apply(job, actions)
 
     async def _move(self, move: Move, now: float) -> None:

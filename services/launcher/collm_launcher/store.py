@@ -74,6 +74,10 @@ class JobStore:
         rows = await self._redis.hgetall(self._keys.wanted(model))
         return {name.decode(errors="replace"): id_.decode(errors="replace") for name, id_ in rows.items()}
 
+    async def paused(self) -> set[str]:
+        """The jobs that clients want to rest."""
+        return {id_.decode(errors="replace") for id_ in await self._redis.smembers(self._keys.paused)}
+
     async def cancelled(self, job: Job) -> bool:
         """Whether a client wants the job to end now, or gave it up at the moment when it started."""
         if await self._redis.hexists(self._keys.job(job.id), "cancel"):

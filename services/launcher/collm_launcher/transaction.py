@@ -81,6 +81,7 @@ class Transaction:
         self._pipe.hset(key, mapping={**readable, "position": position, "state": msgspec.msgpack.encode(job)})
         if job.ended:
             self._pipe.srem(self._keys.jobs, job.id)
+            self._pipe.srem(self._keys.paused, job.id)
             if job.wanted:
                 self._pipe.hdel(self._keys.wanted(job.model), job.adapter)
             self._pipe.expire(key, KEEP_ENDED_S)

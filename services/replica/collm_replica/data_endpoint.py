@@ -16,15 +16,16 @@ from collm_common.errors import DataError, ModelError
 from collm_common.trouble import TROUBLES
 
 UPLOADS, FEEDBACK = "uploads", "feedback"
-REQUEST = re.compile(r"[A-Za-z0-9-]{1,128}")
+NAME = re.compile(r"[A-Za-z0-9-]{1,128}")
 MAX_NAME, MAX_FEEDBACK = 200, 10_000
 
 
 class DataEndpoint:
-    """POST /data (JSON lines; ?check only checks them), DELETE /data, GET /digest, GET /health.
+    """POST /data (JSON lines; ?check only checks them), GET and DELETE /data, GET /digest, GET /health.
 
-    Files land in `folder`/uploads, named by content. With ?request they are feedback on that request: they land in
-    `folder`/feedback, in a folder of ?tenant, named by the request, and DELETE removes them.
+    Files land in `folder`/uploads, named by content. With ?file they are a share of the API's file of that id, and
+    named by it; with ?request they are feedback on that request: they land in `folder`/feedback, in a folder of
+    ?tenant, named by the request. What has such a name can be read and removed again.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class DataEndpoint:
         """Listen; returns the port (a free one for 0)."""
         app = web.Application(client_max_size=self._max_bytes)
         app.router.add_post("/data", self._upload)
+        app.router.add_get("/data", self._get)
         app.router.add_delete("/data", self._delete)
         app.router.add_get("/digest", self._get_digest)
         app.router.add_get("/health", self._health)
@@ -70,9 +72,18 @@ class DataEndpoint:
             return _refuse(400, str(error), error.field)
         return web.json_response({"samples": count})
 
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        try:
+            path = _named(self._folder, request)
+        except DataError as error:
+            return _refuse(400, str(error), error.field)
+        if not path.is_file():
+            return _refuse(404, "nothing of that name is stored here", "file")
+        return web.FileResponse(path, headers={"Content-Type": "application/jsonl"})
+
     async def _delete(self, request: web.Request) -> web.Response:
         try:
-            path = _feedback(self._folder, request)
+            path = _named(self._folder, request)
         except DataError as error:
             return _refuse(400, str(error), error.field)
         found = path.is_file()
@@ -80,8 +91,8 @@ class DataEndpoint:
         return web.json_response({"deleted": int(found)})
 
     def _place(self, request: web.Request, body: bytes) -> Path:
-        if "request" in request.query:
-            return _feedback(self._folder, request)
+        if request.query.keys() & {"file", "request"}:
+            return _named(self._folder, request)
         return self._folder / UPLOADS / f"{hashlib.sha256(body).hexdigest()[:32]}.jsonl"
 
     async def _get_digest(self, _: web.Request) -> web.Response:
@@ -96,11 +107,14 @@ class DataEndpoint:
         return web.json_response({"status": "ok", "broker_faults": TROUBLES.faults})
 
 
-def _feedback(folder: Path, request: web.Request) -> Path:
-    """The file of one request's feedback. Raises DataError."""
-    id_, tenant = request.query.get("request", ""), request.query.get("tenant", "")
-    if not REQUEST.fullmatch(id_):
-        raise DataError(f"must be 1 to 128 letters, digits and dashes, got {id_[:60]!r}", field="request")
+def _named(folder: Path, request: web.Request) -> Path:
+    """Where a share of a file of the API, or one request's feedback, lies. Raises DataError."""
+    field = "file" if "file" in request.query else "request"
+    id_, tenant = request.query.get(field, ""), request.query.get("tenant", "")
+    if not NAME.fullmatch(id_):
+        raise DataError(f"must be 1 to 128 letters, digits and dashes, got {id_[:60]!r}", field=field)
+    if field == "file":
+        return folder / UPLOADS / f"{id_}.jsonl"
     # A tenant may be named anything, "..", for example; two tenants never share a folder.
     name = f"t-{quote(tenant, safe='')}"
     if len(name) > MAX_NAME:

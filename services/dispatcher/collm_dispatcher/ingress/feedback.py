@@ -9,14 +9,14 @@ import aiohttp
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from collm_common.errors import InvalidRequest, RequestError, Unavailable
+from collm_common.errors import InvalidRequest, RequestError
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.body import parse
 from collm_dispatcher.ingress.exchange import read_body
-from collm_dispatcher.ingress.files import send
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.objectives import tenant
 from collm_dispatcher.ingress.recent import Recent
+from collm_dispatcher.ingress.shares import place, remove, send
 
 TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
@@ -62,13 +62,13 @@ class Feedback:
                 f"no answer {body.id!r} that feedback may follow: it is unknown here, too old, or not to be stored",
                 param="id",
             )
-        place, query = self._place(kept.replica), {"request": id_, "tenant": who}
+        where, query = place(self._cell, kept.replica), {"request": id_, "tenant": who}
         answer = body.answer if body.answer is not None else kept.answer if body.rating == "good" else ""
         async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
             if answer:
-                await send(session, place, kept.sample(answer), query, field="answer")
+                await send(session, where, kept.sample(answer), query, field="answer")
             else:
-                await _remove(session, place, query)
+                await remove(session, where, query)
         self._metrics.feedback.labels("corrected" if body.answer is not None else str(body.rating)).inc()
         return web.json_response({"id": body.id, "object": "feedback", "stored": bool(answer)})
 
@@ -77,34 +77,15 @@ class Feedback:
         asked, who = request.match_info["id"], tenant(request.headers)
         id_ = _bare(asked)
         self._recent.forget(id_, who)
-        places = [self._place(name) for name in self._cell.members]
+        places = [place(self._cell, name) for name in self._cell.members]
         query = {"request": id_, "tenant": who}
         async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
-            counts = await asyncio.gather(*(_remove(session, place, query) for place in places))
+            counts = await asyncio.gather(*(remove(session, each, query) for each in places))
         if sum(counts):
             self._metrics.feedback.labels("deleted").inc()
         return web.json_response({"id": asked, "object": "feedback.deleted", "deleted": sum(counts) > 0})
-
-    def _place(self, replica: str) -> str:
-        member = self._cell.members.get(replica)
-        if member is None or not member.info.alive or not member.info.data_url:
-            raise Unavailable(f"replica {replica}, which holds the data, is away", code="no_replica")
-        return f"{member.info.data_url.rstrip('/')}/data"
 
 
 def _bare(id_: str) -> str:
     """The request's id in an answer's."""
     return id_.removeprefix("chatcmpl-").removeprefix("cmpl-")
-
-
-async def _remove(session: aiohttp.ClientSession, url: str, query: dict[str, str]) -> int:
-    try:
-        async with session.delete(url, params=query) as reply:
-            body = await reply.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise Unavailable(f"a replica does not answer: {error}", code="no_replica") from error
-    if reply.status == 200:
-        return int(body["deleted"])
-    if reply.status < 500:
-        raise InvalidRequest(f"id: {body['error']['message']}", param="id", code="invalid_data")
-    raise Unavailable("a replica cannot delete it", code="no_replica")

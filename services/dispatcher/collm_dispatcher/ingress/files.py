@@ -1,13 +1,14 @@
-"""Files of training data: lines dealt out to the replicas of a model; what Redis keeps says where from, not what."""
+"""Files of training data: lines dealt out to the replicas of a model; what Redis keeps says where, not what."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-import uuid
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 from redis.asyncio import Redis
@@ -17,9 +18,12 @@ from collm_common.keys import Keys
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.exchange import SlowBody
 from collm_dispatcher.ingress.listing import Page, listed
+from collm_dispatcher.ingress.objectives import tenant
+from collm_dispatcher.ingress.shares import fetch, join, place, remove, send, split
 
 PURPOSE = "fine-tune"
 CHUNK = 1 << 16
+MAX_LISTED = 10_000
 
 
 class UnknownFile(RequestError):
@@ -31,7 +35,11 @@ class UnknownFile(RequestError):
 
 
 class Files:
-    """POST /v1/files, GET /v1/files, GET /v1/files/{id}. A file counts once every replica has stored its lines."""
+    """POST and GET /v1/files, GET and DELETE /v1/files/{id}, GET /v1/files/{id}/content.
+
+    A file counts once every replica has stored its lines. Its id is made of what is in it: to upload a file again,
+    after an answer that got lost, say, changes nothing.
+    """
 
     def __init__(
         self, redis: Redis, keys: Keys, cell: Cell, models: tuple[str, ...], max_bytes: int, timeout_s: float
@@ -44,12 +52,14 @@ class Files:
         router.add_post("/v1/files", self._create)
         router.add_get("/v1/files", self._list)
         router.add_get("/v1/files/{id}", self._get)
+        router.add_delete("/v1/files/{id}", self._delete)
+        router.add_get("/v1/files/{id}/content", self._content)
 
-    async def find(self, id_: str) -> dict[str, str]:
+    async def find(self, id_: str, param: str = "id") -> dict[str, str]:
         """What is known of a file. Raises UnknownFile."""
         row = await self._redis.hgetall(self._keys.file(id_))
         if not row:
-            raise UnknownFile(f"no file {id_[:80]!r}", param="training_file")
+            raise UnknownFile(f"no file {id_[:80]!r}", param=param)
         return {name.decode(): value.decode() for name, value in row.items()}
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
@@ -65,9 +75,16 @@ class Files:
         if data is None:
             raise InvalidRequest("file: is missing", param="file")
         model = self._model(fields.get("model"))
-        samples = await self._deal(model, data)
-        id_, now = f"file-{uuid.uuid4().hex[:24]}", int(time.time())
-        row = {"filename": name, "bytes": len(data), "created_at": now, "model": model, "samples": samples}
+        id_, now = _id(model, tenant(request.headers), data), int(time.time())
+        replicas, samples = await self._deal(model, data, id_)
+        row = {
+            "filename": name,
+            "bytes": len(data),
+            "created_at": now,
+            "model": model,
+            "samples": samples,
+            "replicas": msgspec.json.encode(replicas),
+        }
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(self._keys.file(id_), mapping=row)
             pipe.zadd(self._keys.files, {id_: now})
@@ -75,14 +92,50 @@ class Files:
         return web.json_response(_shape(id_, await self.find(id_)))
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        page = Page.of(request.query)
+        page = Page.of(request.query, MAX_LISTED, MAX_LISTED)
+        if request.query.get("purpose", PURPOSE) != PURPOSE:
+            return web.json_response(page.envelope([], False))
         ids, more = await listed(self._redis, self._keys.files, page)
-        data = [_shape(id_, await self.find(id_)) for id_ in ids]
+        data = []
+        for id_ in ids:
+            try:
+                data.append(_shape(id_, await self.find(id_)))
+            except UnknownFile:
+                continue
         return web.json_response(page.envelope(data, more))
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         id_ = request.match_info["id"]
         return web.json_response(_shape(id_, await self.find(id_)))
+
+    async def _content(self, request: web.Request) -> web.StreamResponse:
+        """The lines in their order, fetched from the replicas; all of them, or an error that names who is away."""
+        id_ = request.match_info["id"]
+        replicas = _replicas(await self.find(id_))
+        async with self._session() as session:
+            shares = await asyncio.gather(*(self._share(session, replica, id_) for replica in replicas))
+        return web.Response(body=join(shares), content_type="application/jsonl")
+
+    async def _share(self, session: aiohttp.ClientSession, replica: str, id_: str) -> bytes:
+        found = await fetch(session, place(self._cell, replica), {"file": id_}) if replica else b""
+        if found is None:
+            raise UnknownFile(f"replica {replica} has its lines of {id_!r} no more", param="id")
+        return found
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        """On every replica that has lines of it, or nothing is confirmed. What has been learnt from it stays."""
+        id_ = request.match_info["id"]
+        places = [place(self._cell, replica) for replica in _replicas(await self.find(id_)) if replica]
+        async with self._session() as session:
+            await asyncio.gather(*(remove(session, each, {"file": id_}) for each in places))
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.unlink(self._keys.file(id_))
+            pipe.zrem(self._keys.files, id_)
+            await pipe.execute()
+        return web.json_response({"id": id_, "object": "file", "deleted": True})
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s))
 
     async def _read(self, request: web.Request) -> tuple[dict[str, str], str, bytes | None]:
         if not request.content_type.startswith("multipart/"):
@@ -114,52 +167,43 @@ class Files:
             raise InvalidRequest(f"model: say which of {', '.join(self._models)} the file is for", param="model")
         return asked
 
-    async def _deal(self, model: str, data: bytes) -> int:
-        """Check all shares, then store all; the number of samples."""
-        places = [
-            f"{member.info.data_url.rstrip('/')}/data"
-            for _, member in sorted(self._cell.members.items())
+    async def _deal(self, model: str, data: bytes, id_: str) -> tuple[list[str], int]:
+        """Check all shares, then store all; whose each share is, "" where it is blank, and the number of samples."""
+        replicas = [
+            name
+            for name, member in sorted(self._cell.members.items())
             if member.info.model == model and member.info.alive and member.info.data_url
         ]
-        if not places:
+        if not replicas:
             raise Unavailable(f"no replica of {model} takes data now", code="no_replica")
-        shares = [
-            (place, share) for place, share in zip(places, split(data, len(places)), strict=True) if share.strip()
-        ]
+        shares = {
+            replica: share for replica, share in zip(replicas, split(data, len(replicas)), strict=True) if share.strip()
+        }
         if not shares:
             raise InvalidRequest("file: has no samples, one JSON object a line", param="file")
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            for query in ({"check": "1"}, {}):
-                counts = await asyncio.gather(*(send(session, place, share, query) for place, share in shares))
-        return sum(counts)
+        sent = [(place(self._cell, replica), share) for replica, share in shares.items()]
+        async with self._session() as session:
+            for query in ({"check": "1"}, {"file": id_}):
+                counts = await asyncio.gather(*(send(session, to, share, query) for to, share in sent))
+        return [replica if replica in shares else "" for replica in replicas], sum(counts)
+
+
+def _id(model: str, tenant: str, data: bytes) -> str:
+    """Two tenants never share a file."""
+    about = msgspec.json.encode([model, tenant])
+    return f"file-{hashlib.sha256(about + data).hexdigest()[:24]}"
+
+
+def _replicas(row: dict[str, str]) -> list[str]:
+    """Whose share is which, "" for a blank one. Raises UnknownFile."""
+    if "replicas" not in row:
+        raise UnknownFile("where the lines of this file are was not kept", param="id")
+    return msgspec.json.decode(row["replicas"], type=list[str])
 
 
 def _text(header: str) -> str:
     """Without the bytes of a header that are no UTF-8, which Redis would not take."""
     return header.encode(errors="replace").decode()
-
-
-def split(data: bytes, shares: int) -> list[bytes]:
-    """Line i goes to share i mod `shares`; the others have an empty line there, so that errors name the right one."""
-    lines = data.split(b"\n")
-    return [b"\n".join(line if i % shares == share else b"" for i, line in enumerate(lines)) for share in range(shares)]
-
-
-async def send(
-    session: aiohttp.ClientSession, url: str, data: bytes, query: dict[str, str], field: str = "file"
-) -> int:
-    """How many samples a replica took. Raises Unavailable, or InvalidRequest about `field`."""
-    try:
-        async with session.post(url, data=data, params=query) as reply:
-            body: dict[str, Any] = await reply.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise Unavailable(f"a replica does not take its lines: {error}", code="no_replica") from error
-    if reply.status == 200:
-        return int(body["samples"])
-    if reply.status < 500:
-        raise InvalidRequest(f"{field}: {body['error']['message']}", param=field, code="invalid_data")
-    raise Unavailable("a replica does not take its lines", code="no_replica")
 
 
 def _shape(id_: str, row: dict[str, str]) -> dict[str, Any]:

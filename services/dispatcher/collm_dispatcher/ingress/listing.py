@@ -1,4 +1,4 @@
-"""Lists in OpenAI's shape: newest first, a page at a time."""
+"""Lists in OpenAI's shape, a page at a time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
 
 class Page(Struct, frozen=True):
-    """At most `limit` entries behind the one of id `after`."""
+    """At most `limit` entries behind the one of id `after`; the newest first, unless the `oldest` are to be."""
 
     limit: int = DEFAULT_LIMIT
     after: str = ""
+    oldest: bool = False
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Page:
+    def of(cls, query: Mapping[str, str], default: int = DEFAULT_LIMIT, most: int = MAX_LIMIT) -> Page:
         """Raises InvalidRequest."""
-        text = query.get("limit", str(DEFAULT_LIMIT))
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
-            raise InvalidRequest(f"limit: must be 1 to {MAX_LIMIT}", param="limit")
-        return cls(int(text), query.get("after", ""))
+        text, order = query.get("limit", str(default)), query.get("order", "desc")
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= most:
+            raise InvalidRequest(f"limit: must be 1 to {most}", param="limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order: must be asc or desc", param="order")
+        return cls(int(text), query.get("after", ""), order == "asc")
+
+    def behind(self, ids: Sequence[str]) -> int:
+        """Where this page begins among all ids. Raises InvalidRequest."""
+        if not self.after:
+            return 0
+        if self.after not in ids:
+            raise InvalidRequest(f"after: no entry {self.after[:80]!r}", param="after")
+        return ids.index(self.after) + 1
 
     def envelope(self, data: Sequence[dict[str, Any]], more: bool) -> dict[str, Any]:
         """The list around its entries."""
@@ -34,12 +45,12 @@ class Page(Struct, frozen=True):
 
 
 async def listed(redis: Redis, key: str, page: Page) -> tuple[list[str], bool]:
-    """Ids of a sorted set from the newest on, and whether there are more."""
+    """Ids of a sorted set from the newest, or oldest, on, and whether there are more."""
     start = 0
     if page.after:
-        rank = await redis.zrevrank(key, page.after)
+        rank = await (redis.zrank if page.oldest else redis.zrevrank)(key, page.after)
         if rank is None:
             raise InvalidRequest(f"after: no entry {page.after[:80]!r}", param="after")
         start = int(rank) + 1
-    ids = await redis.zrevrange(key, start, start + page.limit)
+    ids = await redis.zrange(key, start, start + page.limit, desc=not page.oldest)
     return [id_.decode() for id_ in ids[: page.limit]], len(ids) > page.limit

@@ -47,10 +47,13 @@ ABOUT = {
     "/v1/models": "The served models and their adapters with their current versions",
     "/v1/models/{id}": "One of them",
     "/v1/files": "Deal training data out to the replicas of a model, or list what was",
-    "/v1/files/{id}": "What is known of one upload",
+    "/v1/files/{id}": "What is known of one upload, or take it away from every replica that has lines of it",
+    "/v1/files/{id}/content": "Its lines, gathered from the replicas",
     "/v1/fine_tuning/jobs": "Ask for an adapter to be trained while replicas are idle, or list such jobs",
     "/v1/fine_tuning/jobs/{id}": "One of them",
     "/v1/fine_tuning/jobs/{id}/cancel": "End it",
+    "/v1/fine_tuning/jobs/{id}/pause": "Let it rest: its replicas serve",
+    "/v1/fine_tuning/jobs/{id}/resume": "Go on from the last accepted version, once replicas are idle",
     "/v1/fine_tuning/jobs/{id}/events": "What happened in it, newest first",
     "/v1/fine_tuning/jobs/{id}/checkpoints": "The versions that it published",
     "/v1/feedback": "Rate an answer or give a better one: training data of the replica that served it",
@@ -61,10 +64,12 @@ ABOUT = {
     "/metrics": "Measurements in Prometheus' text format",
     "/openapi.json": "This document",
 }
-CANCEL, FILES = "/v1/fine_tuning/jobs/{id}/cancel", "/v1/files"
-POSTS = frozenset({*BODIES, "/v1/replicas/{id}/data", CANCEL, FILES})
-DELETES = frozenset({"/v1/feedback/{id}"})
+FILES = "/v1/files"
+BARE = frozenset(f"/v1/fine_tuning/jobs/{{id}}/{verb}" for verb in ("cancel", "pause", "resume"))
+POSTS = frozenset({*BODIES, "/v1/replicas/{id}/data", *BARE, FILES})
+DELETES = frozenset({"/v1/feedback/{id}", "/v1/files/{id}"})
 LISTS = frozenset({FILES, "/v1/fine_tuning/jobs"})
+UNREAD = frozenset({"/v1/feedback/{id}"})
 FORM = {
     "type": "object",
     "required": ["purpose", "file"],
@@ -89,10 +94,12 @@ def document() -> dict[str, Any]:
 
 
 def _operations(path: str, about: str) -> dict[str, Any]:
-    if path in DELETES:
-        return {"delete": _operation(path, about, posts=False)}
     found = {"post": _operation(path, about, posts=True)} if path in POSTS else {}
-    return found if found and path not in LISTS else found | {"get": _operation(path, about, posts=False)}
+    if path in DELETES:
+        found["delete"] = _operation(path, about, posts=False)
+    if path in LISTS or not (path in POSTS or path in UNREAD):
+        found["get"] = _operation(path, about, posts=False)
+    return found
 
 
 def _operation(path: str, about: str, *, posts: bool) -> dict[str, Any]:
@@ -103,7 +110,7 @@ def _operation(path: str, about: str, *, posts: bool) -> dict[str, Any]:
     }
     if "{id}" in path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if not posts or path == CANCEL:
+    if not posts or path in BARE:
         return operation
     if path in BODIES:
         schema = {"$ref": PLACES.format(name=BODIES[path].__name__)}

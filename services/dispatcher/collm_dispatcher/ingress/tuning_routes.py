@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,12 +11,13 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from collm_common.errors import InvalidRequest
+from collm_common.lineage import Turn
 from collm_common.messages import Event, TaskFailed, UpdateUploaded
 from collm_dispatcher.ingress.body import parse
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.exchange import read_body
 from collm_dispatcher.ingress.files import Files
-from collm_dispatcher.ingress.listing import Page, listed
+from collm_dispatcher.ingress.listing import MAX_LIMIT, Page, listed
 from collm_dispatcher.ingress.tuning_store import Tuning, TuningStore
 from collm_dispatcher.ingress.unsupported import Neutral, refuse
 
@@ -61,7 +63,7 @@ class TuningBody(Struct):
 
 
 class TuningRoutes:
-    """Create, list, get and cancel; events and checkpoints."""
+    """Create, list, get, cancel, pause and resume; events and checkpoints."""
 
     def __init__(self, redis: Any, key: str, store: TuningStore, directory: Directory, files: Files) -> None:
         """`key` is the sorted set of jobs."""
@@ -73,6 +75,8 @@ class TuningRoutes:
         router.add_get("/v1/fine_tuning/jobs", self._list)
         router.add_get(JOB, self._get)
         router.add_post(f"{JOB}/cancel", self._cancel)
+        router.add_post(f"{JOB}/pause", self._pause)
+        router.add_post(f"{JOB}/resume", self._resume)
         router.add_get(f"{JOB}/events", self._events)
         router.add_get(f"{JOB}/checkpoints", self._checkpoints)
 
@@ -85,7 +89,7 @@ class TuningRoutes:
             raise InvalidRequest("model: training goes on with the current version; name none", param="model")
         if target.adapter and body.suffix is not None:
             raise InvalidRequest("suffix: the adapter has a name already", param="suffix")
-        file = await self._files.find(body.training_file)
+        file = await self._files.find(body.training_file, "training_file")
         if file["model"] != target.model:
             raise InvalidRequest(f"training_file: is data for {file['model']}", param="training_file")
         name = target.adapter or (f"{target.model}-{body.suffix}" if body.suffix is not None else "")
@@ -94,9 +98,19 @@ class TuningRoutes:
         return web.json_response(_shape(made))
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        page = Page.of(request.query)
-        ids, more = await listed(self._redis, self._key, page)
-        return web.json_response(page.envelope([_shape(await self._store.find(id_)) for id_ in ids], more))
+        page, wanted = Page.of(request.query), _metadata(request.query)
+        found: list[dict[str, Any]] = []
+        after, more = page.after, True
+        while more and len(found) <= page.limit:
+            ids, more = await listed(self._redis, self._key, Page(MAX_LIMIT, after, page.oldest))
+            for id_ in ids:
+                shown = _shape(await self._store.find(id_))
+                if wanted.items() <= shown["metadata"].items():
+                    found.append(shown)
+                if len(found) > page.limit:
+                    break
+            after = ids[-1] if ids else after
+        return web.json_response(page.envelope(found[: page.limit], len(found) > page.limit))
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(_shape(await self._find(request)))
@@ -104,17 +118,23 @@ class TuningRoutes:
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(_shape(await self._store.cancel(await self._find(request))))
 
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_shape(await self._store.pause(await self._find(request))))
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_shape(await self._store.resume(await self._find(request))))
+
     async def _events(self, request: web.Request) -> web.StreamResponse:
         known, page = await self._find(request), Page.of(request.query)
-        told = await self._store.events(known.id)
-        start = next((i + 1 for i, (id_, _) in enumerate(told) if id_ == page.after), 0)
-        shown = [_event(id_, event) for id_, event in told[start : start + page.limit]]
-        return web.json_response(page.envelope(shown, len(told) > start + page.limit))
+        told, more = await self._store.events(known, page)
+        return web.json_response(page.envelope([_event(id_, event) for id_, event in told], more))
 
     async def _checkpoints(self, request: web.Request) -> web.StreamResponse:
-        known, page = await self._find(request), Page.of(request.query)
-        made = [_checkpoint(known, version) for version in await self._store.versions(known)]
-        return web.json_response(page.envelope(made[: page.limit], len(made) > page.limit))
+        known, page = await self._find(request), Page.of(request.query, default=10)
+        made = [_checkpoint(known, turn) for turn in await self._store.versions(known)][:: -1 if page.oldest else 1]
+        start = page.behind([each["id"] for each in made])
+        end = start + page.limit
+        return web.json_response(page.envelope(made[start:end], len(made) > end))
 
     async def _find(self, request: web.Request) -> Tuning:
         return await self._store.find(request.match_info["id"])
@@ -159,13 +179,18 @@ def _event(id_: str, event: Event) -> dict[str, Any]:
     }
 
 
-def _checkpoint(job: Tuning, version: int) -> dict[str, Any]:
+def _checkpoint(job: Tuning, turn: Turn) -> dict[str, Any]:
     return {
-        "id": f"ftckpt-{job.adapter}-v{version}",
+        "id": f"ftckpt-{job.adapter}-v{turn.version}",
         "object": "fine_tuning.job.checkpoint",
-        "created_at": job.created_at,
-        "fine_tuned_model_checkpoint": f"{job.adapter}@v{version}",
+        "created_at": int(turn.time_s),
+        "fine_tuned_model_checkpoint": f"{job.adapter}@v{turn.version}",
         "fine_tuning_job_id": job.id,
-        "metrics": {"step": version},
-        "step_number": version,
+        "metrics": {"step": turn.version, "full_valid_loss": turn.after},
+        "step_number": turn.version,
     }
+
+
+def _metadata(query: Mapping[str, str]) -> dict[str, str]:
+    """`metadata[name]=value`, each of which a job must have."""
+    return {name[9:-1]: value for name, value in query.items() if name.startswith("metadata[") and name.endswith("]")}

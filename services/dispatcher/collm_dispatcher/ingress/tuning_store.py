@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import logging
+import re
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 from redis.asyncio import Redis
 
-from collm_common import blobs, messages, streams
-from collm_common.errors import Conflict, MessageError, RequestError
+from collm_common import messages, streams
+from collm_common.errors import Conflict, InvalidRequest, MessageError, RequestError
 from collm_common.keys import Keys
+from collm_common.lineage import Turn, numbers, turns
 from collm_common.messages import Event
-from collm_common.types import AdapterManifest
+from collm_dispatcher.ingress.listing import Page
 
-log = logging.getLogger(__name__)
-EVENTS_READ = 20_000
-STATUS = {"done": "succeeded", "failed": "failed"}
+EVENTS_READ = 2000
+EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
+STATUS = {"done": "succeeded", "failed": "failed", "paused": "queued", "waiting": "queued"}
+ENDS = ("succeeded", "failed", "cancelled")
 
 
 class UnknownJob(RequestError):
@@ -47,7 +50,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     @property
     def ended(self) -> bool:
         """Nothing more will happen."""
-        return self.status in ("succeeded", "failed", "cancelled")
+        return self.status in ENDS
 
 
 class TuningStore:
@@ -86,43 +89,70 @@ class TuningStore:
         if known.ended:
             return known
         ended = msgspec.structs.replace(known, status="cancelled")
+        begun = await self._redis.exists(self._keys.job(known.id))
         async with self._redis.pipeline(transaction=True) as pipe:
-            if known.status == "running":
+            if begun:
                 pipe.hset(self._keys.job(known.id), "cancel", 1)
             else:
                 pipe.hdel(self._keys.wanted(known.model), known.adapter)
+            pipe.srem(self._keys.paused, known.id)
             await pipe.execute()
         await self._keep(ended)
         return ended
 
-    async def events(self, id_: str) -> list[tuple[str, Event]]:
-        """What was said about the job, newest first, as far as the event stream remembers."""
-        found: list[tuple[str, Event]] = []
-        for entry in streams.parse("", await self._redis.xrevrange(self._keys.events, count=EVENTS_READ)):
-            try:
-                message: Any = messages.decode(entry.data)
-            except MessageError:
-                continue
-            if getattr(message, "job", None) == id_:
-                found.append((entry.entry_id, message))
+    async def pause(self, known: Tuning) -> Tuning:
+        """Let it rest from the launcher's next tick on: its replicas serve. Raises InvalidRequest once it has ended."""
+        if known.ended:
+            raise InvalidRequest(f"the job has {known.status}", param="id", code="job_ended")
+        await self._redis.sadd(self._keys.paused, known.id)
+        found = await self.find(known.id)
+        if found.ended:
+            await self._redis.srem(self._keys.paused, known.id)
         return found
 
-    async def versions(self, known: Tuning) -> list[int]:
+    async def resume(self, known: Tuning) -> Tuning:
+        """Go on from the last accepted version, as soon as replicas are idle. Raises as `pause`."""
+        if known.ended:
+            raise InvalidRequest(f"the job has {known.status}", param="id", code="job_ended")
+        await self._redis.srem(self._keys.paused, known.id)
+        return await self.find(known.id)
+
+    async def events(self, known: Tuning, page: Page) -> tuple[list[tuple[str, Event]], bool]:
+        """What was said about the job, newest first, as far back as the event stream remembers; whether there is more.
+
+        Raises InvalidRequest if `page` begins behind what is no event.
+        """
+        if page.after and not EVENT_ID.fullmatch(page.after):
+            raise InvalidRequest(f"after: no event {page.after[:80]!r}", param="after")
+        found: list[tuple[str, Event]] = []
+        first, step = f"{1000 * known.created_at}-0", 1 if page.oldest else -1
+        start, end = (first, "+")[::step]
+        start = f"({page.after}" if page.after else start
+        while len(found) <= page.limit:
+            read = self._redis.xrange if page.oldest else self._redis.xrevrange
+            rows = await read(self._keys.events, start, end, count=EVENTS_READ)
+            found += _about(known.id, rows)
+            if len(rows) < EVENTS_READ:
+                break
+            start = f"({rows[-1][0].decode()}"
+        return found[: page.limit], len(found) > page.limit
+
+    async def versions(self, known: Tuning) -> list[Turn]:
         """The published versions that the job made and that are still stored, newest first."""
-        row = await self._redis.hget(self._keys.adapter(known.adapter), "published")
-        made = []
-        for version in sorted({int(text) for text in (row or b"").decode().split(",") if text.isdigit()}, reverse=True):
-            meta = await blobs.meta(self._redis, self._keys.adapter_version(known.adapter, version))
-            if _made_by(meta) == known.id:
-                made.append(version)
-        return made
+        stored = numbers(await self._redis.hget(self._keys.adapter(known.adapter), "published"))
+        rows = await self._redis.xrange(self._keys.adapter_history(known.adapter))
+        made = {turn.version: turn for turn in turns(rows) if turn.job == known.id}
+        return [made[version] for version in sorted(made.keys() & set(stored), reverse=True)]
 
     async def _now(self, known: Tuning) -> Tuning:
         keys = self._keys
-        phase, version = await self._redis.hmget(keys.job(known.id), ["status", "version"])
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(keys.job(known.id), ["status", "version"])
+            pipe.sismember(keys.paused, known.id)
+            (phase, version), paused = await pipe.execute()
         if phase is None:
             if await self._redis.hget(keys.wanted(known.model), known.adapter) == known.id.encode():
-                return known
+                return msgspec.structs.replace(known, status="paused" if paused else known.status)
             return msgspec.structs.replace(known, status="failed", reason="what became of it was not kept")
         status = STATUS.get(phase.decode(), "running")
         ended_s = (
@@ -130,7 +160,7 @@ class TuningStore:
         )
         return msgspec.structs.replace(
             known,
-            status=status,
+            status="paused" if paused and status not in ENDS else status,
             version=int(version or 0),
             finished_at=round(float(ended_s)) if ended_s is not None else None,
             reason="no round was accepted" if status == "failed" else "",
@@ -143,10 +173,11 @@ class TuningStore:
             await pipe.execute()
 
 
-def _made_by(meta: bytes | None) -> str:
-    """The job in a version's manifest; "" if it is gone or damaged."""
-    try:
-        return msgspec.msgpack.decode(meta or b"", type=AdapterManifest).job
-    except msgspec.DecodeError as error:
-        log.error("a manifest cannot be read: %s", error)
-        return ""
+def _about(job: str, rows: streams.Rows) -> Iterator[tuple[str, Event]]:
+    for entry in streams.parse("", rows):
+        try:
+            message: Any = messages.decode(entry.data)
+        except MessageError:
+            continue
+        if getattr(message, "job", None) == job:
+            yield entry.entry_id, message

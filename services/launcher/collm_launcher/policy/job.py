@@ -12,13 +12,15 @@ from collm_common.types import AtLeastOne, BatchSizes, Count, Positive, Quality,
 
 
 class Phase(StrEnum):
-    """Where a job is; each but the last two has a deadline."""
+    """Where a job is; the first five have a deadline. After a pause it waits for idle replicas to go on with."""
 
     FORMING = "forming"
     TRAINING = "training"
     AGGREGATING = "aggregating"
     EVALUATING = "evaluating"
     CANARY = "canary"
+    PAUSED = "paused"
+    WAITING = "waiting"
     DONE = "done"
     FAILED = "failed"
 
@@ -85,7 +87,8 @@ class Job(Struct):
 
     `uploads` maps clients to their mean training loss of this round, `measured` version -> client -> held-out quality;
     `sizes` are the batch sizes that the coordinator last chose; `abandoned` are candidates that a server may still be
-    writing though nobody waits for them any more; `wanted` says that a client asked for the job.
+    writing though nobody waits for them any more; `wanted` says that a client asked for the job; `lost` counts the
+    rounds that a pause cut off.
     """
 
     id: str
@@ -110,6 +113,7 @@ class Job(Struct):
     abandoned: list[int] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
     wanted: bool = False
+    lost: int = 0
 
     @property
     def ended(self) -> bool:
@@ -120,6 +124,16 @@ class Job(Struct):
     def has_candidate(self) -> bool:
         """Whether a version was made, or is being made, that is not judged yet."""
         return self.phase in (Phase.AGGREGATING, Phase.EVALUATING, Phase.CANARY)
+
+    @property
+    def stands(self) -> bool:
+        """A client had it paused, and nobody trains for it."""
+        return self.phase in (Phase.PAUSED, Phase.WAITING)
+
+    @property
+    def turn(self) -> int:
+        """How many rounds were begun, without those that a pause cut off."""
+        return self.round - self.lost
 
     @property
     def quorum(self) -> int:

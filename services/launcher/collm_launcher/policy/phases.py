@@ -16,8 +16,13 @@ FIRST_SIZES = BatchSizes(train=1, infer=1)
 def train_if_formed(job: Job, now: float) -> list[Action]:
     """Begin once all have joined; too few to start end the job."""
     if len(job.clients) < job.rules.min_clients:
-        return end(job, now, Phase.FAILED, f"{len(job.clients)} clients, {job.rules.min_clients} are needed to start")
+        return give_up(job, now, f"{len(job.clients)} clients, {job.rules.min_clients} are needed to start")
     return train(job, now) if all(client.joined for client in job.clients.values()) else []
+
+
+def give_up(job: Job, now: float, reason: str) -> list[Action]:
+    """Too few are left; what was accepted before counts."""
+    return end(job, now, Phase.DONE if job.accepted else Phase.FAILED, reason)
 
 
 def train(job: Job, now: float) -> list[Action]:
@@ -38,7 +43,7 @@ def train(job: Job, now: float) -> list[Action]:
             start=job.version,
             sizes=job.sizes.get(id_, FIRST_SIZES),
             steps=rules.steps,
-            first_step=(job.round - 1) * rules.steps,
+            first_step=(job.turn - 1) * rules.steps,
             total_steps=rules.rounds * rules.steps,
             hyper=rules.hyper.at_rank(client.rank),
             seed=job.seed,
@@ -191,8 +196,8 @@ def _next(job: Job, now: float) -> list[Action]:
         return end(job, now, Phase.DONE, "every client has stopped early")
     if job.rejected >= job.rules.max_rejected:
         return end(job, now, Phase.DONE, f"{job.rejected} rounds in a row were rejected")
-    if job.round >= job.rules.rounds:
-        return end(job, now, Phase.DONE, f"all {job.round} rounds are done")
+    if job.turn >= job.rules.rounds:
+        return end(job, now, Phase.DONE, f"all {job.turn} rounds are done")
     return train(job, now)
 
 
@@ -209,9 +214,7 @@ def discard(job: Job, now: float, reason: str) -> list[Action]:
 
 def rolled_back(job: Job, now: float, version: int, reason: str) -> list[Action]:
     """An operator took another version: what the clients train was made of one that nobody wants."""
-    leftovers: list[Action] = [clean(job)]
-    if job.has_candidate:
-        leftovers.append(abandon(job))
+    leftovers = drop_round(job)
     job.version = version
     ended = end(job, now, Phase.DONE, f"rolled back to version {version}: {reason}")
     return [*leftovers, *ended, *take_back(job)]
@@ -232,6 +235,11 @@ def end(job: Job, now: float, phase: Phase, reason: str) -> list[Action]:
         state = ReplicaState.IDLE if waiting and not client.joined else ReplicaState.COMBINED
         actions.append(Return(id_, state, f"job {job.id} {phase}: {reason}"))
     return [*actions, announce(job, now, reason)]
+
+
+def drop_round(job: Job) -> list[Action]:
+    """Nothing of the round is wanted any more: neither updates nor a candidate."""
+    return [clean(job), abandon(job)] if job.has_candidate else [clean(job)]
 
 
 def clean(job: Job) -> Clean:

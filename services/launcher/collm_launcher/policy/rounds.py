@@ -22,16 +22,16 @@ from collm_common.messages import (
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_launcher.policy.job import Action, Clean, Client, Forget, Job, Phase, Return, Rules, Send
 from collm_launcher.policy.phases import (
-    abandon,
     aggregate_again,
     aggregate_if_complete,
     aggregated,
     announce,
     another_server,
     begin_canary,
-    clean,
+    drop_round,
     end,
     end_canary,
+    give_up,
     judge,
     judge_if_complete,
     rolled_back,
@@ -67,24 +67,51 @@ def start(
     rules: Rules,
     seed: int,
 ) -> tuple[Job, list[Action]]:
-    """A new job over `members`; the one with the highest Q serves, ties by id."""
-    server = min(members, key=lambda info: (-info.quality, info.id))
+    """A new job over `members`."""
     job = Job(
         id=id_,
-        model=server.model,
+        model=next(iter(members)).model,
         adapter=adapter,
-        server=server.id,
-        clients={
-            info.id: Client(info.quality, min(rules.hyper.rank, info.train_rank))
-            for info in sorted(members, key=lambda info: info.id)
-        },
+        server="",
+        clients={},
         version=version,
         next_version=next_version,
         rules=rules,
         seed=seed,
-        deadline_s=now + rules.form_s,
     )
-    return job, [announce(job, now, f"{len(members)} idle replicas, server {server.id}")]
+    return job, form(job, now, members)
+
+
+def form(job: Job, now: float, members: Collection[ReplicaInfo]) -> list[Action]:
+    """Ask idle replicas to join; the one with the highest Q serves, ties by id."""
+    job.server = min(members, key=lambda info: (-info.quality, info.id)).id
+    job.clients = {
+        info.id: Client(info.quality, min(job.rules.hyper.rank, info.train_rank))
+        for info in sorted(members, key=lambda info: info.id)
+    }
+    job.phase, job.deadline_s = Phase.FORMING, now + job.rules.form_s
+    return [announce(job, now, f"{len(members)} idle replicas, server {job.server}")]
+
+
+def pause(job: Job, now: float) -> list[Action]:
+    """Every client goes back to serving, under the last accepted version; the round is begun again some day."""
+    if job.ended or job.phase is Phase.PAUSED:
+        return []
+    if job.phase is Phase.WAITING:
+        job.phase = Phase.PAUSED
+        return [announce(job, now, "paused")]
+    job.lost += job.phase is not Phase.FORMING
+    actions = [*drop_round(job), *take_back(job), *end(job, now, Phase.PAUSED, "paused")]
+    job.clients, job.uploads, job.deadline_s = {}, {}, math.inf
+    return actions
+
+
+def resume(job: Job, now: float) -> list[Action]:
+    """Go on, as soon as replicas are idle."""
+    if job.phase is not Phase.PAUSED:
+        return []
+    job.phase = Phase.WAITING
+    return [announce(job, now, "waits for idle replicas")]
 
 
 def cancel(job: Job, now: float) -> list[Action]:
@@ -92,8 +119,7 @@ def cancel(job: Job, now: float) -> list[Action]:
     if job.ended:
         return []
     tried = take_back(job) if job.phase is Phase.CANARY else []
-    leftovers: list[Action] = [clean(job), abandon(job)] if job.has_candidate else [clean(job)]
-    return [*leftovers, *tried, *end(job, now, Phase.FAILED, "cancelled")]
+    return [*drop_round(job), *tried, *end(job, now, Phase.FAILED, "cancelled")]
 
 
 def on_event(job: Job, now: float, event: object) -> list[Action]:
@@ -121,7 +147,7 @@ def on_event(job: Job, now: float, event: object) -> list[Action]:
 
 def on_tick(job: Job, now: float, usable: Collection[str]) -> list[Action]:
     """Let go of clients that are not in `usable` (alive and still the job's), then see to the deadline."""
-    if job.ended:
+    if job.ended or job.stands:
         return []
     actions: list[Action] = []
     for id_ in [id_ for id_ in job.clients if id_ not in usable]:
@@ -169,8 +195,7 @@ def _lose(job: Job, now: float, replica: str, reason: str) -> list[Action]:
     if job.phase is Phase.CANARY and replica == job.server:
         actions.append(Send(replica, LoadAdapter(name=job.adapter, version=job.version)))
     if not job.clients:
-        leftovers: list[Action] = [clean(job), abandon(job)] if job.has_candidate else []
-        return [*actions, *leftovers, *end(job, now, Phase.DONE if job.accepted else Phase.FAILED, "no client is left")]
+        return [*actions, *drop_round(job), *give_up(job, now, "no client is left")]
     if replica == job.server:
         job.server = min(job.clients, key=lambda id_: (-job.clients[id_].quality, id_))
         if job.phase is Phase.AGGREGATING:
@@ -213,7 +238,7 @@ def _deadline(job: Job, now: float) -> list[Action]:
         case Phase.FORMING:
             late = [id_ for id_, client in job.clients.items() if not client.joined]
             if len(job.clients) - len(late) < job.rules.min_clients:
-                return end(job, now, Phase.FAILED, f"{', '.join(late)} did not join in {job.rules.form_s:g} s")
+                return give_up(job, now, f"{', '.join(late)} did not join in {job.rules.form_s:g} s")
             actions: list[Action] = []
             for id_ in late:
                 del job.clients[id_]
