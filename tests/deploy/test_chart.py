@@ -8,6 +8,7 @@ import re
 from functools import cache
 from importlib import resources
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import jsonschema
 import msgspec
@@ -116,6 +117,7 @@ def test_no_pod_may_more_than_it_needs(profiles: tuple[str, ...]) -> None:
             "emptyDir",
             "configMap",
             "persistentVolumeClaim",
+            "secret",
         }
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             assert container["securityContext"] == {
@@ -255,6 +257,21 @@ def test_an_external_broker_is_met_as_it_is_described() -> None:
     assert urls["launcher"] == "rediss://launcher:secret@redis.example.com:6380/0"
 
 
+def test_the_authority_that_signs_a_brokers_certificate_is_there() -> None:
+    """A path in a URL behind which no volume lies, in one of five pods."""
+    objects = render(("external-redis",), "--set=redis.external.caSecret=ca,dispatchLoop.replicas=1")
+    checked = 0
+    for component, pod in pods(objects):
+        container = pod["spec"]["containers"][0]
+        if "COLLM_REDIS_URL" in (own := environment(container)):
+            path = parse_qs(urlsplit(own["COLLM_REDIS_URL"]).query)["ssl_ca_certs"][0]
+            mount = next(each for each in container["volumeMounts"] if path.startswith(f"{each['mountPath']}/"))
+            volume = next(each for each in pod["spec"]["volumes"] if each["name"] == mount["name"])
+            assert volume["secret"] == {"secretName": "ca"}, component
+            checked += 1
+    assert checked == len(SETTINGS)
+
+
 def test_sentinels_are_asked_in_place_of_a_host() -> None:
     """A URL that the services read otherwise than it was meant, or a password for the wrong one."""
     watched = ("host=", "tls=false", "sentinel.name=cell", "sentinel.login=true", "sentinel.nodes={one:1,two:2}")
@@ -303,6 +320,7 @@ def test_the_schema_allows_what_the_settings_classes_allow() -> None:
             "redis.external.sentinel.name: String length must be",
         ),
         ("redis.enabled=false,redis.external.sentinel.nodes={a:1},redis.external.tls=true", "redis.external.tls"),
+        ("redis.enabled=false,redis.external.host=a,redis.external.caSecret=b", "redis.external.caSecret"),
         ("redis.external.cluster=true", "redis.external: Additional property cluster is not allowed"),
         (
             "dispatcher.ingress.enabled=true",

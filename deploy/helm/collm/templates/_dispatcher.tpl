@@ -76,7 +76,7 @@ spec:
       resources: {{- toYaml $own.resources | nindent 8 }}
       securityContext: {{- include "collm.security" $root | nindent 8 }}
       volumeMounts:
-        - {name: tmp, mountPath: /tmp}
+        {{- include "collm.mounts" $root | nindent 8 }}
         {{- if $local }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
@@ -84,8 +84,7 @@ spec:
         - {name: adapters, mountPath: /adapters, readOnly: true}
         {{- end }}
   volumes:
-    - name: tmp
-      emptyDir: {sizeLimit: 1Gi}
+    {{- include "collm.volumes" (list $root "1Gi") | nindent 4 }}
     {{- if $local }}
     {{- include "collm.models" $root | nindent 4 }}
     {{- end }}

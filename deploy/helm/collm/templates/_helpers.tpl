@@ -116,13 +116,31 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if $watched.nodes }}
   value: redis+sentinel://{{ $login }}@{{ join "," $watched.nodes }}/{{ $watched.name }}/{{ $outside.database }}{{ if $watched.login }}?password=$(SENTINEL_PASSWORD){{ end }}
 {{- else }}
-  value: {{ $outside.tls | ternary "rediss" "redis" }}://{{ $login }}@{{ $outside.host }}:{{ $outside.port }}/{{ $outside.database }}
+  value: {{ $outside.tls | ternary "rediss" "redis" }}://{{ $login }}@{{ $outside.host }}:{{ $outside.port }}/{{ $outside.database }}{{ if $outside.caSecret }}?ssl_ca_certs=/etc/collm-ca/ca.crt{{ end }}
 {{- end }}
 - name: COLLM_KEY_PREFIX
   value: {{ $outside.keyPrefix | quote }}
 {{- end }}
 - name: COLLM_LOG_LEVEL
   value: {{ $root.Values.logLevel }}
+{{- end -}}
+
+{{/* Volumes that every service has, and where they are mounted: (list root limit-of-tmp). */}}
+{{- define "collm.volumes" -}}
+{{- $redis := (index . 0).Values.redis -}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ index . 1 }}}
+{{- if and (not $redis.enabled) $redis.external.caSecret }}
+- name: broker-ca
+  secret: {secretName: {{ $redis.external.caSecret }}}
+{{- end }}
+{{- end -}}
+
+{{- define "collm.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.caSecret }}
+- {name: broker-ca, mountPath: /etc/collm-ca, readOnly: true}
+{{- end }}
 {{- end -}}
 
 {{/* Settings by their names: (list SERVICE settings). */}}
