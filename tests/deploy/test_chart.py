@@ -7,6 +7,7 @@ import json
 import re
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -80,6 +81,16 @@ def test_helm_finds_nothing_to_say(profiles: tuple[str, ...]) -> None:
     """A chart that helm refuses or warns of."""
     done = helm("lint", "--strict", str(CHART), *values(profiles))
     assert done.returncode == 0, done.stdout
+
+
+def test_a_packaged_chart_is_whole(tmp_path: Path) -> None:
+    """A package without the files that are links here: a broker without users, or a list of alerts that is empty."""
+    options = ("--set=redis.passwordSecret=own,monitoring.rules.enabled=true,monitoring.dashboard.enabled=true",)
+    done = helm("package", str(CHART), "--destination", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (package,) = tmp_path.iterdir()
+    packaged = helm("template", "demo", str(package), *options)
+    assert tuple(found for found in yaml.safe_load_all(packaged.stdout) if found) == render((), *options)
 
 
 @each_profile
