@@ -42,8 +42,6 @@ SERVICE_SETTINGS = {
             "hyper": {
                 "rank": 8,
                 "alpha": 16.0,
-                "learning_rate": 1e-3,
-                "base_samples": TRAIN_BATCH,
                 "max_tokens": 256,
                 "snapshot_steps": SNAPSHOT_STEPS,
                 "heldout_samples": 8,

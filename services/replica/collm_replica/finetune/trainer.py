@@ -24,6 +24,7 @@ from collm_replica.finetune.noise import MicroGradient, NoiseScale
 from collm_replica.finetune.samples import Dataset, Sample, build, collate, draws, read_folder
 
 log = logging.getLogger(__name__)
+MAX_FACTOR = 2.0
 
 
 class StepReport(Struct, frozen=True):
@@ -270,9 +271,10 @@ class Trainer:
 def learning_rate(task: TrainRound, step: int, samples: int) -> float:
     """Warm-up, then half a cosine over all steps of the job; `step` counts from 0 in this round.
 
-    A step of M samples takes sqrt(M / M0) of it: Adam divides by the noise, which falls so (Malladi et al. 2022).
+    A step of M samples takes sqrt(M / M0) of it: Adam divides by the noise, which falls so (Malladi et al. 2022). Where
+    the gradient is larger than its noise nothing is left to divide by: the factor ends at 2.
     """
     at = min(task.first_step + step, task.total_steps)
     warm = min(1.0, (at + 1) / max(1, task.hyper.warmup_steps))
-    size = math.sqrt(samples / task.hyper.base_samples)
+    size = min(MAX_FACTOR, math.sqrt(samples / task.hyper.base_samples))
     return task.hyper.learning_rate * size * warm * 0.5 * (1 + math.cos(math.pi * at / (task.total_steps + 1)))
