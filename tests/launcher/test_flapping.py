@@ -22,14 +22,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TRACES = Path(os.environ.get("COLLM_TEST_TRACES", REPOSITORY.parent / "shared" / "data" / "azure-llm-2023"))
 RULES = IdleRules(window=6, return_ticks=4)
 IDS = ("r1", "r2", "r3")
-BATCH, TOKEN_S, SLICE_S = 8, 0.02, 240
+BATCH, TOKEN_S, SLICE_S, JOB_TICKS = 8, 0.02, 240, 20
 SERVING, IDLE, COMBINED = ReplicaState.SERVING, ReplicaState.IDLE, ReplicaState.COMBINED
 Requests = Sequence[tuple[float, float]]
 """(arrival, seconds in the batch)."""
 
 
 class Cell:
-    """Three replicas that share their requests evenly, a tick a second; a job starts if `trains` and all are idle."""
+    """Three replicas that share their requests evenly, a tick a second; a job starts if `trains` and all are idle.
+
+    `waited` counts the ticks that a replica ends in Idle.
+    """
 
     def __init__(self, requests: Requests, trains: bool) -> None:
         self.requests, self.trains = requests, trains
@@ -37,8 +40,8 @@ class Cell:
         self.states = dict.fromkeys(IDS, SERVING)
         self.running: dict[str, list[float]] = {id_: [] for id_ in IDS}
         self.moves: list[tuple[int, Move]] = []
-        self.idle_ticks = 0
-        self.unserved = 0
+        self.jobs = self.waited = self.unserved = 0
+        self.job_ticks = 0
 
     def run(self, ticks: int) -> None:
         by_tick: dict[int, list[float]] = {}
@@ -65,9 +68,17 @@ class Cell:
         self.loads.tick(infos, {})
         for move in self.loads.moves("m", infos, 3):
             self._move(tick, move)
-        self.idle_ticks += sum(state is IDLE for state in self.states.values())
-        if self.trains and all(state is IDLE for state in self.states.values()):
-            self.states = dict.fromkeys(IDS, COMBINED)
+        self._train()
+        self.waited += sum(state is IDLE for state in self.states.values())
+
+    def _train(self) -> None:
+        if self.job_ticks:
+            self.job_ticks -= 1
+            if not self.job_ticks:
+                self.states = dict.fromkeys(IDS, SERVING)
+        elif self.trains and all(state is IDLE for state in self.states.values()):
+            self.states, self.job_ticks = dict.fromkeys(IDS, COMBINED), JOB_TICKS
+            self.jobs += 1
 
     def _move(self, tick: int, move: Move) -> None:
         assert self.states[move.replica] is move.before
@@ -129,6 +140,16 @@ def test_recorded_traffic_makes_no_replica_flap(trace: Requests, start_s: int) -
     assert_calm(cell)
 
 
+@settings(max_examples=12, deadline=None)
+@given(start_s=st.integers(0, 3600 - SLICE_S), thin=st.integers(1, 8))
+def test_under_recorded_traffic_nobody_waits_in_idle_for_a_job(trace: Requests, start_s: int, thin: int) -> None:
+    """Two replicas without requests, which the third has instead of them, so that it never joins them."""
+    cell = Cell(sliced(trace, start_s)[::thin], trains=True)
+    cell.run(SLICE_S)
+    assert cell.waited == 0
+    assert len([move for _, move in cell.moves if move.after is IDLE]) == 3 * cell.jobs
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), on_s=st.integers(5, 60), off_s=st.integers(5, 60), rate=st.floats(0.5, 10))
 def test_bursts_and_lulls_make_no_replica_flap(seed: int, on_s: int, off_s: int, rate: float) -> None:
@@ -148,7 +169,7 @@ def test_a_lull_is_used_and_nothing_is_left_unserved_in_it() -> None:
     """Calm that comes from never falling idle, or a job that takes every replica from its requests."""
     quiet = [(float(at), 1.0) for at in range(0, 60, 20)]
     cell = Cell(quiet, trains=True)
-    cell.run(60)
-    assert set(cell.states.values()) == {COMBINED}
+    cell.run(15)
+    assert (cell.jobs, set(cell.states.values())) == (1, {COMBINED})
     assert cell.unserved == 0
     assert {move.after for _, move in cell.moves} == {IDLE}

@@ -112,9 +112,27 @@ def test_replicas_on_other_weights_do_not_make_up_the_number_for_a_job() -> None
     """Three that fall idle for a job that two of them cannot start, while nobody serves."""
     quiet = {f"r{i}": steady(0, 0) for i in range(3)}
     quiet["r2"].base = "other"
-    assert len(falls(quiet, start_from=3)) == 2
+    assert falls(quiet, start_from=3) == []
     quiet["r3"] = steady(0, 0)
-    assert len(falls(quiet, start_from=3)) == 4, "three train and serve"
+    assert set(falls(quiet, start_from=3)) == {"r0", "r1", "r3"}, "the other one serves"
+    quiet["r3"].able = False
+    assert falls(quiet, start_from=3) == []
+
+
+def test_nobody_falls_idle_to_wait_for_others() -> None:
+    """Two that wait while the third has all their requests and can never be low, until they return in its lull."""
+    loads = {"r1": steady(0, 0), "r2": steady(0, 0), "r3": steady(0.8, 4)}
+    assert falls(loads, start_from=3) == []
+    loads["r3"] = steady(0, 0)
+    assert len(falls(loads, start_from=3)) == 3
+
+
+def test_a_replica_that_returns_makes_up_no_number() -> None:
+    """The third that falls idle in the very tick in which the first gives up waiting for it."""
+    loads = {"r1": steady(0, 0, IDLE), "r2": steady(0, 0), "r3": steady(0, 0)}
+    loads["r1"].idle_ticks = 100
+    moves = decide(loads, RULES, POISSON, 3)
+    assert [(move.replica, move.after) for move in moves] == [("r1", SERVING)]
 
 
 def test_a_replica_that_a_job_has_chosen_is_not_taken_back() -> None:
@@ -202,7 +220,7 @@ def test_the_registry_says_who_is_chosen_and_on_which_weights() -> None:
         moves += loads.moves("m", idle, None)
     assert {move.replica for move in moves} == {"r2"}
     replicas = {id_: info(id_, base_digest=digest) for id_, digest in zip("abc", ("x", "x", "y"), strict=True)}
-    for start_from, falling in ((3, 2), (2, 3)):
+    for start_from, falling in ((3, 0), (2, 2)):
         for _ in range(3):
             for id_ in replicas:
                 loads.hear(report(id_, 0, 0))

@@ -93,9 +93,9 @@ def test_idle_replicas_get_no_requests(lull: Run) -> None:
 
 
 def test_a_surge_brings_idle_replicas_back_within_one_macro_cycle() -> None:
-    """A promotion that waits for the launcher's next tick: no job may start, so that replicas stay Idle."""
-    never = Training(rules=Rules(min_clients=4), idle=IdleRules(window=3, return_ticks=1000), tick_s=1.0)
-    run = Run([Arrival(a.at_s, 50, 10) for a in phases([(40, 15), (150, 4)], seed=1)], never)
+    """A promotion that waits for the launcher's next tick: a job that only loads leaves its replicas Idle."""
+    never = structs.replace(TRAINING, idle=IdleRules(window=3, return_ticks=1000), apart=True, load_s=1000.0)
+    run = Run([Arrival(a.at_s, 50, 10) for a in phases([(10, 15), (150, 4)], seed=1)], never)
     fell = [at_s for at_s, *_, after, _ in run.states if after is ReplicaState.IDLE]
     back = [at_s for at_s, _, before, after, why in run.states if before is ReplicaState.IDLE and "promoted" in why]
     assert fell

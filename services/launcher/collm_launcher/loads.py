@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from collm_common.messages import InferenceReport
@@ -45,9 +45,17 @@ class Loads:
         for model, count in finished.items():
             self._arrivals.setdefault(model, deque(maxlen=self._keep)).append(count)
 
-    def moves(self, model: str, replicas: Mapping[str, ReplicaInfo], start_from: int | None) -> list[Move]:
-        """What `idle.decide` says about the usable replicas of one model."""
+    def moves(
+        self,
+        model: str,
+        replicas: Mapping[str, ReplicaInfo],
+        start_from: int | None,
+        able: Callable[[ReplicaInfo], bool] = lambda info: True,
+    ) -> list[Move]:
+        """What `idle.decide` says about the usable replicas of one model, of which those that are `able` may train."""
         usable = [id_ for id_, info in replicas.items() if info.model == model and info.alive and info.ready]
+        for id_ in usable:
+            self._loads[id_].able = able(replicas[id_])
         volatility = burstiness(list(self._arrivals.get(model, ())))
         return decide({id_: self._loads[id_] for id_ in usable}, self._rules, volatility, start_from)
 

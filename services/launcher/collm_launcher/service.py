@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Collection
+from functools import partial
 
 import msgspec
 from redis.asyncio import Redis
@@ -139,10 +140,10 @@ class Launcher:
             wanted = {name: id_ for name, id_ in (await self._store.wanted(model)).items() if id_ not in paused}
             adapter = self._due(model, wanted, now)
             start_from = None if adapter is None else self.settings.rules.min_clients
-            for move in self._loads.moves(model, self._replicas, start_from):
+            able = partial(rounds.able, rules=self.settings.rules)
+            for move in self._loads.moves(model, self._replicas, start_from, able):
                 # Idle offers a replica to a job: where none can come, it would only be kept from its requests.
-                useful = adapter is not None and rounds.able(self._replicas[move.replica], self.settings.rules)
-                if useful or move.after is not ReplicaState.IDLE:
+                if adapter is not None or move.after is not ReplicaState.IDLE:
                     await self._move(move, now)
             if adapter is not None:
                 await self._start_job(model, adapter, wanted.get(adapter), now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -44,8 +44,9 @@ class Load:
     """One replica as the launcher sees it: samples of (utilisation, mean batch), newest last, one a tick.
 
     `capacity` is b, the sequences it can run at once; `combined_capacity` what is left of them while it trains.
-    Replicas train together if they have the same `base`; `chosen` says that a job has this one already. After its
-    n-th return in a row without a job, it falls Idle no more for `rest` ticks, twice as long each time.
+    Replicas that are `able` to train do so together if they have the same `base`; `chosen` says that a job has this one
+    already. After its n-th return in a row without a job, it falls Idle no more for `rest` ticks, twice as long each
+    time.
     """
 
     state: ReplicaState
@@ -57,6 +58,7 @@ class Load:
     rest: int = 0
     base: str = ""
     chosen: bool = False
+    able: bool = True
 
     def become(self, state: ReplicaState, rest: int) -> None:
         """Take over the state; a replica that is Serving again is judged by what it does from now on.
@@ -117,12 +119,15 @@ def decide(loads: Mapping[str, Load], rules: IdleRules, volatility: float, start
 
     `start_from` is how many Idle replicas start a job at once, None if no job may start now.
     Serving -> Idle needs a full window, U~ <= U_switch and b~ <= b_switch, and that what stays carries the demand.
-    When enough fall Idle for a job to start at once, they stay servers (Combined), at their smaller b.
+    When enough fall Idle for a job to start at once, they stay servers (Combined), at their smaller b. Fewer do not
+    fall: they would wait for others who get their requests meanwhile, and are kept from falling by them.
     """
     window = stretch(rules.window, volatility)
     serving = {id_: load for id_, load in loads.items() if load.state is ReplicaState.SERVING}
     ripe = {id_: _averages(load, window, rules) for id_, load in serving.items() if len(load.samples) >= window}
-    return [*_returns(loads, rules, volatility), *_falls(loads, ripe, rules, start_from)]
+    returns = _returns(loads, rules, volatility)
+    back = {move.replica: replace(loads[move.replica], state=ReplicaState.SERVING) for move in returns}
+    return [*returns, *_falls({**loads, **back}, ripe, rules, start_from)]
 
 
 def _averages(load: Load, window: int, rules: IdleRules) -> tuple[float, float]:
@@ -171,9 +176,14 @@ def _guard(loads: Mapping[str, Load], low: list[str], rules: IdleRules, start_fr
     demand = (1 + rules.headroom) * sum(batch for _, batch in averages)
     work = (1 + rules.headroom) * sum(utilisation for utilisation, _ in averages)
     idle = [id_ for id_, load in loads.items() if load.state is ReplicaState.IDLE]
+    if start_from is not None:
+        team = _team(loads, [*idle, *low], start_from)
+        low = [id_ for id_ in low if id_ in team]
     for count in range(len(low), 0, -1):
         fallen = [*idle, *low[:count]]
         trains = _team(loads, fallen, start_from)
+        if start_from is not None and not trains:
+            return []
         serving = len(loads) - len(fallen) + len(trains)
         if serving and capacity(loads, fallen, trains) >= demand and work <= serving:
             return low[:count]
@@ -186,7 +196,7 @@ def _team(loads: Mapping[str, Load], idle: Sequence[str], start_from: int | None
         return []
     teams: dict[str, list[str]] = {}
     for id_ in idle:
-        if not loads[id_].chosen:
+        if loads[id_].able and not loads[id_].chosen:
             teams.setdefault(loads[id_].base, []).append(id_)
     largest = max(teams.values(), key=len, default=[])
     return largest if len(largest) >= start_from else []
