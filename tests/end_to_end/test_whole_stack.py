@@ -138,11 +138,11 @@ async def test_idle_replicas_learn_together_and_serve_what_they_learnt(tmp_path:
         await eventually(partial(_job_ended, redis, stack), within_s=120)
         assert {record.outcome for record in during} == {"completed"}
 
-        heard = await _events(redis, stack)
-        published = [event for event in heard if isinstance(event, AdapterPublished)]
+        told = await heard(redis, stack)
+        published = [event for event in told if isinstance(event, AdapterPublished)]
         assert published
         assert all(event.after <= event.before for event in published if event.after and event.before)
-        moves = {(event.before, event.after) for event in heard if isinstance(event, StateChanged)}
+        moves = {(event.before, event.after) for event in told if isinstance(event, StateChanged)}
         assert {
             (ReplicaState.SERVING, ReplicaState.IDLE),
             (ReplicaState.IDLE, ReplicaState.COMBINED),
@@ -159,18 +159,19 @@ async def test_idle_replicas_learn_together_and_serve_what_they_learnt(tmp_path:
         await assert_not_in_redis(redis, CANARY.encode())
 
 
-async def _events(redis: Redis, stack: Stack) -> list[messages.AnyMessage]:
+async def heard(redis: Redis, stack: Stack) -> list[messages.AnyMessage]:
+    """Every event so far."""
     rows = await redis.xrange(stack.keys.events)
     return [messages.decode(entry.data) for entry in streams.parse("", rows)]
 
 
 async def _has(redis: Redis, stack: Stack, kind: type) -> bool:
-    return any(isinstance(event, kind) for event in await _events(redis, stack))
+    return any(isinstance(event, kind) for event in await heard(redis, stack))
 
 
 async def _job_ended(redis: Redis, stack: Stack) -> bool:
-    heard = await _events(redis, stack)
-    return any(isinstance(event, JobChanged) and event.status in ("done", "failed") for event in heard)
+    told = await heard(redis, stack)
+    return any(isinstance(event, JobChanged) and event.status in ("done", "failed") for event in told)
 
 
 async def _reports(redis: Redis, stack: Stack) -> dict[str, InferenceReport]:
