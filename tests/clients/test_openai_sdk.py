@@ -41,7 +41,7 @@ async def test_a_chat_and_its_stream_say_the_same(client: Any) -> None:
     stream = await client.chat.completions.create(**SAMPLED, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert whole.usage.completion_tokens == 12
     assert whole.choices[0].finish_reason == "length"
 
@@ -93,6 +93,8 @@ async def test_completions_take_prompts_and_tokens(client: Any) -> None:
     assert [choice.text[:2] for choice in found.choices] == ["ab", "cd"]
     tokens = await client.completions.create(model="m", prompt=[1, 2, 3], max_tokens=4, logprobs=2, temperature=0)
     assert len(tokens.choices[0].logprobs.token_logprobs) == 4
+    scored = await client.completions.create(model="m", prompt="abc", max_tokens=0, logprobs=1, echo=True)
+    assert [p is None for p in scored.choices[0].logprobs.token_logprobs] == [True, False, False]
     stream = await client.completions.create(model="m", prompt="ab", max_tokens=4, stream=True)
     assert [chunk.choices[0].finish_reason async for chunk in stream][-1] in ("length", "stop")
 

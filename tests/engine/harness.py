@@ -34,6 +34,7 @@ class Answer:
     adapters: set[AdapterRef | None] = field(default_factory=set)
     offsets: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     done: Done | None = None
     failed: Failed | None = None
 
@@ -46,6 +47,7 @@ class Answer:
                 self.adapters.add(reply.adapter)
                 self.offsets.append(reply.offset)
                 self.logprobs += reply.logprobs
+                self.prompt_logprobs += reply.prompt_logprobs
             case Done():
                 self.done = reply
             case Failed():

@@ -103,6 +103,36 @@ def test_replies_tell_text_logprobs_and_times(engine: Engine) -> None:
     assert answer.done.decode_s > 0
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_prompts_log_probabilities_are_the_models_own(folders: Folders, run_ahead: bool) -> None:
+    """Log-probabilities off by one place, of one piece of a prompt only, or lost to a prefix that was known already."""
+    folder = folders("llama")
+    engine = make_engine(folder, replace(CONFIG, step_tokens=16, run_ahead=run_ahead))
+    first, second = prompts(41, 70)
+    told: dict[str, Answer] = {}
+    for turn in range(2):
+        for name, prompt in (("a", first), ("b", second)):
+            engine.add(request(f"{name}{turn}", prompt, 3, logprobs=2, prompt_logprobs=True))
+        engine.add(request(f"c{turn}", [7], 3, logprobs=2, prompt_logprobs=True))
+        engine.add(request(f"d{turn}", first, 3, logprobs=2))
+        told |= drain(engine)
+    model = load(folder)
+    for turn in range(2):
+        for name, prompt in (("a", first), ("b", second)):
+            with torch.inference_mode():
+                wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+            found = told[f"{name}{turn}"].prompt_logprobs
+            assert [one.token for one in found] == prompt[1:]
+            for place, one in enumerate(found):
+                assert one.logprob == pytest.approx(float(wanted[place, one.token]), abs=1e-3)
+                assert one.top[0][1] == pytest.approx(float(wanted[place].max()), abs=1e-3)
+        assert told[f"a{turn}"].tokens == told[f"d{turn}"].tokens
+        assert told[f"c{turn}"].prompt_logprobs == told[f"d{turn}"].prompt_logprobs == []
+    done = told["d1"].done
+    assert done is not None
+    assert done.cached_tokens > 0
+
+
 def test_steps_count_their_tokens(engine: Engine) -> None:
     """Catches telemetry that mixes prefill and decode."""
     engine.add(request("one", prompts(9)[0], 2))

@@ -20,7 +20,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3, "top_p": 0.9},
     {"reference": REFERENCE},
     {"presence_penalty": 1.5, "temperature": 0.7, "seed": 5},
-    {"ignore_eos": False, "logprobs": 2, "temperature": 2.0, "seed": 4},
+    {"ignore_eos": False, "logprobs": 2, "prompt_logprobs": True, "temperature": 2.0, "seed": 4},
     {"stop": ("a", "e", "\x07"), "temperature": 2.0, "seed": 9},
 ]
 
@@ -49,6 +49,8 @@ def test_answers_are_the_same(folders: Folders, kv_tokens: int, step_tokens: int
         assert other.tokens == answer.tokens, name
         assert (other.text, other.finish, other.offsets) == (answer.text, answer.finish, answer.offsets)
         assert [one.token for one in other.logprobs] == [one.token for one in answer.logprobs]
+        told = FIELDS[int(name)].get("prompt_logprobs", False)
+        assert [one.token for one in other.prompt_logprobs] == (TEXTS[int(name)][1:] if told else [])
         assert answer.done is not None
         assert other.done is not None
         if answer.done.quality is not None:

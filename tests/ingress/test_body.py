@@ -217,11 +217,15 @@ def test_prompts_are_texts_or_tokens_or_lists_of_them(prompt: Any, prompts: Any)
     assert refused.value.param == "prompt"
 
 
-def test_log_probabilities_of_an_echo_are_refused() -> None:
-    """A harness that takes the answer's log-probabilities for the prompt's."""
+def test_an_echo_has_log_probabilities_and_may_stand_alone() -> None:
+    """An evaluation harness that cannot score a text, or an answer of no tokens where none was meant."""
+    asked = read_text(echo=True, logprobs=1, max_tokens=0)
+    assert asked.limit == 0
+    assert asked.sampling(1, asked.logprob_count).prompt_logprobs
+    assert not read_text(logprobs=1).sampling(1, 1).prompt_logprobs
     with pytest.raises(InvalidRequest) as refused:
-        _ = read_text(echo=True, logprobs=1).logprob_count
-    assert refused.value.param == "echo"
+        _ = read_text(max_tokens=0).limit
+    assert refused.value.param == "max_tokens"
     assert read_text(echo=True).echoes
 
 

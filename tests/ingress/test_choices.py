@@ -16,7 +16,9 @@ from collm_common.messages import Request
 from collm_common.types import SamplingParams
 from collm_dispatcher.ingress.merge import merged
 from tests.dispatcher.support import register
+from tests.ingress.real import real_front
 from tests.ingress.support import SLOW_S, chat, front, text
+from tests.support.models import tiny_model_folder
 from tests.support.waiting import eventually
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -109,6 +111,35 @@ async def test_an_echo_stands_before_every_answer(redis: Redis, keys: Keys, toke
     assert second[0].endswith(second[1])
     assert len(second[0]) > len(second[1])
     assert [texts(chunks, 0), texts(chunks, 1)] == [first[0], second[0]]
+
+
+async def test_an_echo_has_its_own_log_probabilities(
+    redis: Redis, keys: Keys, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A harness that scores texts by what stands at each place: of another place, of the answer, or different when
+    they are streamed or stand alone.
+    """
+    folder = tiny_model_folder(tmp_path_factory.mktemp("echo"), "llama")
+    asked = text(["abcd", [1, 2]], echo=True, logprobs=2, temperature=0)
+    async with real_front(redis, keys, folder) as (site, _):
+        _, whole = await site.post(TEXT, asked)
+        chunks = await site.stream(TEXT, asked)
+        _, alone = await site.post(TEXT, {**asked, "max_tokens": 0})
+        _, refused = await site.post(TEXT, text(max_tokens=0))
+    assert alone["usage"]["completion_tokens"] == 0
+    for index, prompt in ((0, "abcd"), (1, whole["choices"][1]["text"][:2])):
+        found, only = whole["choices"][index]["logprobs"], alone["choices"][index]
+        assert (only["text"], only["finish_reason"]) == (prompt, "length")
+        assert only["logprobs"] == {name: values[: len(prompt)] for name, values in found.items()}
+        assert found["tokens"][: len(prompt)] == list(prompt)
+        assert found["text_offset"] == list(range(len(found["tokens"])))
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert len(found["token_logprobs"]) == len(prompt) + 6
+        assert all(1 <= len(top) <= 2 for top in found["top_logprobs"][1:])
+        pieces = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["index"] == index and c["logprobs"]]
+        assert [token for piece in pieces for token in piece["tokens"]] == found["tokens"]
+        assert [place for piece in pieces for place in piece["text_offset"]] == found["text_offset"]
+    assert refused["error"]["param"] == "max_tokens"
 
 
 async def test_merged_sources_are_closed_when_one_fails() -> None:

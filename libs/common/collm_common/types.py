@@ -63,7 +63,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     Penalties are subtracted from the logits of tokens that the answer has already, as OpenAI defines them: `presence`
     once, `frequency` as often as the token occurs. `logit_bias` pairs (token, what is added). An answer has at least
     `min_tokens` tokens; a token of `stop_tokens` ends it and is not shown. `json_schema` is the text of the schema that
-    the answer follows, "" for none.
+    the answer follows, "" for none. `prompt_logprobs` asks for log-probabilities of the prompt's tokens, too.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 16
@@ -81,6 +81,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     min_tokens: Count = 0
     stop_tokens: Annotated[tuple[Count, ...], Meta(max_length=128)] = ()
     json_schema: Annotated[str, Meta(max_length=65_536)] = ""
+    prompt_logprobs: bool = False
 
 
 class Quality(Struct, frozen=True):

@@ -19,7 +19,8 @@ class TokenLogprob(Struct, frozen=True):
 class Delta(Struct, frozen=True, tag="delta", tag_field="kind"):
     """New tokens of one request. `offset` counts the output tokens before these, prefix included.
 
-    `finish` is None, or why it ended: stop, length, cancelled.
+    `finish` is None, or why it ended: stop, length, cancelled. The first one has the log-probabilities of the prompt's
+    tokens from the second on, if they were asked for.
     """
 
     id: RequestId
@@ -30,6 +31,7 @@ class Delta(Struct, frozen=True, tag="delta", tag_field="kind"):
     adapter: AdapterRef | None = None
     finish: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Expected(Struct, frozen=True):

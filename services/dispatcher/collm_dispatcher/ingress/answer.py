@@ -73,11 +73,11 @@ class Answers:
             model=body.model,
             with_logprobs=body.logprob_count is not None,
             text=text,
-            echoes=[prompt.text if body.echoes else "" for prompt in prompts for _ in range(body.n or 1)],
+            echoes=[prompt if body.echoes else None for prompt in prompts for _ in range(body.n or 1)],
         )
         answers = [Answer(open_, self._metrics, arrived_s) for open_ in opened]
         self._metrics.choices.labels(target.model).observe(body.n or 1)
-        return Response(shape, answers, sum(len(prompt.tokens) for prompt in prompts))
+        return Response(shape, answers, sum(len(prompt.tokens) for prompt in prompts), body.limit == 0)
 
     async def try_out(self, model: str, ref: AdapterRef) -> None:
         """One token under an adapter version, published or not. Raises RequestError as the replica said that tried."""
@@ -106,7 +106,7 @@ class Answers:
     async def follow(self, response: Response) -> AsyncGenerator[tuple[int, Delta], None]:
         """Every delta once, with its choice, each choice's in order. Raises RequestError."""
         async for index, delta in merged([self._follow(answer) for answer in response.answers]):
-            yield index, delta
+            yield index, _unsaid(delta) if response.echo_only else delta
 
     async def close(self, response: Response) -> None:
         """Afterwards nothing of it is left here or at a replica, whether it ended or not."""
@@ -210,6 +210,7 @@ class Answers:
         if wanted is None:
             most = self._settings.max_tokens if isinstance(body, ChatBody) else COMPLETION_TOKENS
             wanted = min(most, max(1, room))
+        wanted = max(1, wanted)
         for name, tokens in (("max_tokens", wanted), ("reference", reference)):
             if tokens > room:
                 raise InvalidRequest(
@@ -251,6 +252,11 @@ class Answers:
         if isinstance(error, BrokerFault):
             return InternalError("the broker refuses", code="broker_fault")
         return Unavailable("the broker is away", code="broker_away", retry_after_s=self._settings.retry_after_s)
+
+
+def _unsaid(delta: Delta) -> Delta:
+    """The same without what it says of the answer."""
+    return msgspec.structs.replace(delta, text="", logprobs=(), finish=delta.finish and "length")
 
 
 class TimedOut(RequestError):

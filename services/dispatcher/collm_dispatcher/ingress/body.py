@@ -119,6 +119,11 @@ class Body(Struct, kw_only=True):
     slo: str | SloLimits | None = None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the prompt stands before the answer."""
+        return False
+
+    @property
     def limit(self) -> int | None:
         """The most output tokens, if the client says so."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -147,6 +152,7 @@ class Body(Struct, kw_only=True):
             min_tokens=min_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
             json_schema=self._schema(),
+            prompt_logprobs=self.echoes and logprobs is not None,
         )
 
     def _schema(self) -> str:
@@ -180,11 +186,6 @@ class ChatBody(Body, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def echoes(self) -> bool:
-        """Whether the prompt stands before the answer."""
-        return False
-
-    @property
     def size(self) -> int:
         """Characters, about."""
         return sum(len(message.text) for message in self.messages)
@@ -195,11 +196,19 @@ class ChatBody(Body, kw_only=True):
 
 
 class CompletionBody(Body, kw_only=True):
-    """POST /v1/completions: one or several prompts, each text or tokens."""
+    """POST /v1/completions: one or several prompts, each text or tokens. `max_tokens` 0 asks for an echo alone."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(max_length=1_000_000)]
+    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     echo: bool | None = None
     logprobs: Alternatives | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most output tokens, if the client says so. Raises InvalidRequest."""
+        if super().limit == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: must be at least 1, unless echo is true", param="max_tokens")
+        return super().limit
 
     @property
     def echoes(self) -> bool:
@@ -208,13 +217,7 @@ class CompletionBody(Body, kw_only=True):
 
     @property
     def logprob_count(self) -> int | None:
-        """As asked for. Raises InvalidRequest."""
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo cannot be combined with logprobs: those of a prompt are not computed",
-                param="echo",
-                code="unsupported_parameter",
-            )
+        """As asked for."""
         return self.logprobs
 
     @property

@@ -54,4 +54,5 @@ def _joined(first: Delta, second: Delta) -> Delta:
         adapter=second.adapter or first.adapter,
         finish=second.finish,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from collm_common.errors import RequestError
 from collm_common.messages import Delta, Done, TokenLogprob
-from collm_dispatcher.ingress.tokenizing import Tokenizing
+from collm_dispatcher.ingress.tokenizing import Prompt, Tokenizing
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
@@ -45,18 +46,20 @@ class Choice:
     def __init__(self) -> None:
         self.text, self.finish = "", "stop"
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
 
     def take(self, delta: Delta) -> None:
         """One more piece."""
         self.text += delta.text
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.finish = delta.finish or self.finish
 
 
 class Shape:
     """Chat and text completions differ in names only.
 
-    `echoes` are what stands before the text of each choice; `with_logprobs` says whether they were asked for.
+    `echoes` are what stands before the text of each choice, if anything; `with_logprobs`: whether they were asked for.
     """
 
     def __init__(
@@ -68,23 +71,33 @@ class Shape:
         model: str,
         with_logprobs: bool,
         text: Tokenizing,
-        echoes: Sequence[str],
+        echoes: Sequence[Prompt | None],
     ) -> None:
         self._chat, self._with_logprobs, self._text, self._echoes = chat, with_logprobs, text, echoes
         self._base = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{id_}", "created": created, "model": model}
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk that opens an answer, if it has one: a role or an echo."""
-        if not self._chat and not self._echoes[index]:
+    def first(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """The chunk that opens an answer with its first `delta`, if it has one: a role or an echo."""
+        echo, opening, logprobs = self._echoes[index], dict[str, Any](), None
+        if self._chat:
+            opening = {"delta": {"role": "assistant", "content": ""}}
+        elif echo is None:
             return None
-        opening = {"delta": {"role": "assistant", "content": ""}} if self._chat else {"text": self._echoes[index]}
-        return self._chunk([{"index": index, **opening, "logprobs": None, "finish_reason": None}])
+        else:
+            opening, logprobs = {"text": echo.text}, self._echoed(echo, delta.prompt_logprobs)
+        return self._chunk([{"index": index, **opening, "logprobs": logprobs, "finish_reason": None}])
 
     def delta(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
         """New text; `offset` counts the characters before it, the echo left out."""
         content = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
-        logprobs = self._logprobs(delta.logprobs, offset)
+        logprobs = self._logprobs(delta.logprobs, len(self._echo(index)) + offset)
         return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None}])
+
+    def width(self, delta: Delta) -> int:
+        """By how many characters it moves the offset of what follows: where tokens are told, by theirs."""
+        if not delta.logprobs:
+            return len(delta.text)
+        return sum(len(self._text.token_text(one.token)) for one in delta.logprobs)
 
     def finish(self, index: int, reason: str) -> dict[str, Any]:
         """The chunk that ends the text."""
@@ -103,9 +116,17 @@ class Shape:
 
     def _told(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        content = {"message": message} if self._chat else {"text": self._echoes[index] + choice.text}
-        logprobs = self._logprobs(choice.logprobs, 0)
+        before, echo = self._echo(index), self._echoes[index]
+        content = {"message": message} if self._chat else {"text": before + choice.text}
+        logprobs = self._logprobs(choice.logprobs, len(before))
+        if echo is not None and logprobs is not None:
+            first = self._echoed(echo, choice.prompt_logprobs) or {}
+            logprobs = {name: first[name] + values for name, values in logprobs.items()}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _echo(self, index: int) -> str:
+        echo = self._echoes[index]
+        return "" if echo is None else echo.text
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -119,15 +140,22 @@ class Shape:
             return None
         if self._chat:
             return {"content": [self._chat_logprob(logprob) for logprob in logprobs]}
-        tokens, offsets = [self._text.token_text(logprob.token) for logprob in logprobs], []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+        return self._text_logprobs(logprobs, offset)
+
+    def _echoed(self, echo: Prompt, told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Of the prompt: nothing comes before its first token, so that one has none."""
+        return self._text_logprobs(told, 0, echo.tokens[:1]) if self._with_logprobs else None
+
+    def _text_logprobs(
+        self, told: Sequence[TokenLogprob], offset: int, untold: Sequence[int] = ()
+    ) -> dict[str, list[Any]]:
+        tokens = [self._text.token_text(token) for token in (*untold, *(one.token for one in told))]
+        nothing = [None] * len(untold)
         return {
             "tokens": tokens,
-            "token_logprobs": [logprob.logprob for logprob in logprobs],
-            "top_logprobs": [{self._text.token_text(t): value for t, value in logprob.top} for logprob in logprobs],
-            "text_offset": offsets,
+            "token_logprobs": [*nothing, *(one.logprob for one in told)],
+            "top_logprobs": [*nothing, *({self._text.token_text(t): p for t, p in one.top} for one in told)],
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
         }
 
     def _chat_logprob(self, logprob: TokenLogprob) -> dict[str, Any]:

@@ -68,9 +68,13 @@ class Answer:
 
 
 class Response:
-    """`answers` by choice: all of the first prompt, then all of the second. `prompt_tokens` counts each prompt once."""
+    """`answers` by choice: all of the first prompt, then all of the second. `prompt_tokens` counts each prompt once.
 
-    def __init__(self, shape: Shape, answers: Sequence[Answer], prompt_tokens: int) -> None:
+    With `echo_only` nothing is told of the one token that every request makes.
+    """
+
+    def __init__(self, shape: Shape, answers: Sequence[Answer], prompt_tokens: int, echo_only: bool = False) -> None:
+        self.echo_only = echo_only
         self.shape, self.answers, self._prompt_tokens = shape, answers, prompt_tokens
         self._choices = [Choice() for _ in answers]
 
@@ -88,9 +92,13 @@ class Response:
         """Of the first choice, so far."""
         return self._choices[0].text
 
+    @property
+    def _made(self) -> int:
+        return sum(len(answer.open.tokens) for answer in self.answers)
+
     def usage(self) -> dict[str, Any]:
         """Tokens so far; how many of the prompts were known already, once all is done."""
-        counts = render.usage(self._prompt_tokens, sum(len(answer.open.tokens) for answer in self.answers))
+        counts = render.usage(self._prompt_tokens, 0 if self.echo_only else self._made)
         done = [(answer.open.request.prompt, answer.done.cached_tokens) for answer in self.answers if answer.done]
         if len(done) < len(self.answers):
             return counts

@@ -140,12 +140,12 @@ class Routes:
     ) -> None:
         shape, shown = response.shape, dict[int, int]()
         async for index, delta in deltas:
-            chunks = [first] if index not in shown and (first := shape.first(index)) is not None else []
+            chunks = [first] if index not in shown and (first := shape.first(index, delta)) is not None else []
             offset = shown.setdefault(index, 0)
             response.take(index, delta)
             if delta.text or delta.logprobs:
                 chunks.append(shape.delta(index, delta, offset))
-                shown[index] += len(delta.text)
+                shown[index] += shape.width(delta)
             if delta.finish is not None:
                 chunks.append(shape.finish(index, delta.finish))
             counts = self._counts(options, response)

@@ -60,8 +60,8 @@ class TorchBackend:
         parts = torch.split(logits, rows)
         draws = [_draw(chunk) for chunk in chunks if chunk.samples]
         if best is None or not all(draw.greedy for draw in draws):
-            sampled = [part for chunk, part in zip(chunks, parts, strict=True) if chunk.samples]
-            best = choose(torch.cat(sampled) if len(sampled) < len(logits) else logits, draws) if sampled else None
+            sampled = [part[-1:] for chunk, part in zip(chunks, parts, strict=True) if chunk.samples]
+            best = choose(torch.cat(sampled) if sum(rows) > len(sampled) else logits, draws) if sampled else None
         if best is not None:
             self._recent[: len(best)] = best
         return Flight(chunks, parts, best)

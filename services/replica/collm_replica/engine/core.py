@@ -26,6 +26,7 @@ from collm_replica.engine.protocol import (
     Staged,
     StepResult,
     Tensors,
+    Told,
 )
 from collm_replica.engine.scheduler import Scheduler
 from collm_replica.engine.sequence import Chunk, Timings
@@ -291,7 +292,12 @@ class EngineCore:
             match outcome:
                 case Sampled():
                     sequence.tokens[chunk.end] = outcome.token
+                    if chunk.told:
+                        sequence.tell(chunk.start, outcome.told)
                     return self._accept(sequence, outcome)
+                case Told(told):
+                    sequence.tell(chunk.start, told)
+                    return []
                 case Scored(nll):
                     sequence.add_score(nll, len(chunk.targets))
                     whole = sequence.scored == len(sequence.request.reference)
@@ -322,6 +328,7 @@ class EngineCore:
             adapter=sequence.pin.ref if sequence.pin else None,
             finish=output.finish,
             logprobs=tuple(one.logprob for one in sampled if one.logprob is not None),
+            prompt_logprobs=tuple(sequence.told) if offset == 0 else (),
         )
         if output.finish is None:
             return [delta]

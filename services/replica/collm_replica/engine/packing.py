@@ -31,8 +31,8 @@ class Pack:
 
 
 def logit_rows(chunk: Chunk) -> int:
-    """How many of the chunk's last places are read: one to sample, one a reference token."""
-    return 1 if chunk.samples else len(chunk.targets)
+    """How many of the chunk's last places are read: one to sample, one a reference or prompt token to tell of."""
+    return len(chunk.told) + (1 if chunk.samples else len(chunk.targets))
 
 
 def pack(

@@ -96,10 +96,18 @@ class InferenceEngine(Protocol):
 
 @dataclass(frozen=True)
 class Sampled:
-    """The next token of a sequence."""
+    """The next token of a sequence; `told` as in Told."""
 
     token: int
     logprob: TokenLogprob | None = None
+    told: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Told:
+    """Log-probabilities of the prompt's tokens that a chunk predicted."""
+
+    told: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Broken:
     reason: str
 
 
-Outcome = Sampled | Scored | Broken | None
+Outcome = Sampled | Told | Scored | Broken | None
 """What a chunk gave; None is a piece of a prompt."""
 
 

@@ -12,6 +12,7 @@ from collm_common.messages import TokenLogprob
 from collm_common.types import SamplingParams
 
 _MASK = 2**64 - 1
+ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,18 @@ def _sample_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     top_p = _column([draw.params.top_p for draw in draws], logits)
     weights = weights.masked_fill((above >= top_p) & (rank > 0), 0.0)
     return order.gather(-1, _invert(weights, draws)[:, None]).squeeze(-1)
+
+
+def logprobs(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows `[n, vocabulary]`: log-probabilities `[n]` of their targets `[n]`, and of the `count` likeliest tokens
+    `[n, count]` with those tokens `[n, count]`. A few rows at a time, for they are computed in float32.
+    """
+    parts = []
+    for rows, wanted in zip(torch.split(logits, ROWS), torch.split(targets, ROWS), strict=True):
+        each = torch.log_softmax(rows.float(), dim=-1)
+        parts.append((each.gather(-1, wanted[:, None]).squeeze(-1), *each.topk(min(count, each.shape[-1]))))
+    chosen, values, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
+    return chosen, values, tokens
 
 
 def logprob(logits: Tensor, token: int, count: int) -> TokenLogprob:

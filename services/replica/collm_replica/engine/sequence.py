@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from collm_common.messages import Done, Request
+from collm_common.messages import Done, Request, TokenLogprob
 from collm_common.types import AdapterRef, Quality
 from collm_replica.engine.chain import Chain
 from collm_replica.engine.output import Output
@@ -56,7 +57,8 @@ class Sequence:
 
     While it answers, tokens are prompt, prefix and what was generated. While it is scored, they are the prompt and
     the reference without its last token, and `nll` sums the loss of the `scored` reference tokens seen so far.
-    `cached` tokens of the prompt were found in KV blocks when it began.
+    `cached` tokens of the prompt were found in KV blocks when it began; `told` are the log-probabilities of its tokens
+    from the second on, as far as they are asked for and known.
     """
 
     request: Request
@@ -73,6 +75,7 @@ class Sequence:
     life: int = 0
     cached: int = 0
     chain: Chain = field(default_factory=Chain)
+    told: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.prefix]
@@ -93,9 +96,14 @@ class Sequence:
         return not self.scoring and self.remaining == 1 and self.computed >= len(self.request.prompt)
 
     @property
+    def tells(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for, and not out with the answer's first token yet."""
+        return self.request.sampling.prompt_logprobs and not self.scoring and not self.output.tokens
+
+    @property
     def reusable(self) -> int:
         """The first tokens whose logits nobody asks for: their keys and values may be somebody else's."""
-        return len(self.request.prompt if self.scoring else self.tokens) - 1
+        return 0 if self.tells else len(self.request.prompt if self.scoring else self.tokens) - 1
 
     def begin_scoring(self, block_tokens: int) -> None:
         """Go on with the reference behind the prompt, from the start of the block that has the prompt's last token.
@@ -118,6 +126,10 @@ class Sequence:
         self.computed, self.nll, self.scored = 0, 0.0, 0
         self.life += 1
 
+    def tell(self, start: int, told: Iterable[TokenLogprob]) -> None:
+        """Log-probabilities of the prompt's tokens behind the `start`-th; those that were known from there on go."""
+        self.told[start:] = told
+
     def add_score(self, nll: float, tokens: int) -> None:
         """Loss (nats, summed) of the next `tokens` reference tokens."""
         self.nll += nll
@@ -129,7 +141,8 @@ class Chunk:
     """Run `count` tokens of `sequence`, from its `start`-th on.
 
     `samples`: the chunk reaches the end of an answer so far, and its last logits choose the next token. `targets` are
-    the reference tokens that its last len(targets) positions predict.
+    the reference tokens that its last len(targets) positions predict, `told` the prompt's tokens that its first
+    len(told) positions predict and whose log-probabilities are asked for.
     """
 
     sequence: Sequence
@@ -138,6 +151,7 @@ class Chunk:
     decode: bool
     samples: bool
     targets: tuple[int, ...]
+    told: tuple[int, ...]
     life: int
 
     @classmethod
@@ -149,7 +163,8 @@ class Chunk:
         if sequence.scoring:
             first = len(sequence.request.prompt) - 1
             targets = sequence.request.reference[max(0, start - first) : max(0, end - first)]
-        return cls(sequence, start, count, sequence.decoding, samples, targets, sequence.life)
+        told = sequence.request.prompt[start + 1 : end + 1] if sequence.tells else ()
+        return cls(sequence, start, count, sequence.decoding, samples, targets, told, sequence.life)
 
     @property
     def end(self) -> int:
