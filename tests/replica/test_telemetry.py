@@ -35,3 +35,12 @@ def test_beside_training_no_more_work_is_claimed_than_the_device_did() -> None:
     device = Device()
     device.value = 0.4
     assert OwnWork(device).read(0.9, beside_training=True) == 0.4
+
+
+def test_the_work_of_others_on_the_device_is_not_claimed() -> None:
+    """Three replicas on one GPU of which none falls idle, because one of them is busy."""
+    device = Device()
+    own = OwnWork(device)
+    device.value = 0.6
+    assert own.read(0.0, beside_training=False) == 0.0
+    assert own.read(0.1, beside_training=False) == 0.1

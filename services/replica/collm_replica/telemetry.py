@@ -92,9 +92,11 @@ GPU_DECODE_OCCUPANCY = 0.6
 
 
 class OwnWork:
-    """The inference process's part of the work: counters of the device do not tell it from the trainer's.
+    """The inference process's part of the work: counters of the device tell it neither from its trainer's nor from
+    that of other replicas on the same device.
 
-    How much work a busy second is, it learns while nothing is trained; beside training it is at most that much.
+    It is never more than the busy fraction. How much work a busy second is, it learns while nothing is trained; beside
+    training it is at most that much.
     """
 
     def __init__(self, source: Utilisation) -> None:
@@ -102,7 +104,7 @@ class OwnWork:
 
     def read(self, busy_fraction: float, beside_training: bool) -> float:
         """In 0..1, since the last call."""
-        work = self._source.read(busy_fraction)
+        work = min(self._source.read(busy_fraction), busy_fraction)
         if beside_training:
             return min(work, busy_fraction * self._work_per_busy)
         if busy_fraction >= LEAST_BUSY:
