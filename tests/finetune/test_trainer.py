@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from collm_common.types import BatchSizes
 from collm_replica import weights
 from collm_replica.finetune import lowrank
 from collm_replica.finetune.samples import collate
-from collm_replica.finetune.trainer import Trainer, learning_rate
+from collm_replica.finetune.trainer import MOST_SKIPPED, Trainer, learning_rate
 from collm_replica.models import skeleton
 from tests.support.models import EOS_ID, byte_tokenizer, random_adapter, tiny_model_folder
 
@@ -330,8 +331,32 @@ def test_training_that_diverged_is_an_error(trainer: Trainer, folder: Path) -> N
     """An adapter of NaNs that is uploaded and fails the round of all clients."""
     wild = {name: tensor * 1e30 for name, tensor in random_adapter(folder, 4, 8.0).items()}
     trainer.start_round(round_(), wild)
+    assert [trainer.micro_step() for _ in range(MOST_SKIPPED - 1)] == [None, None]
     with pytest.raises(AdapterError, match="step 1 is not finite"):
         trainer.micro_step()
+
+
+def test_samples_without_a_finite_gradient_are_left_out(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    """A round that one bad micro-step ends, or a gradient that it spoils."""
+    bad = iter([True, False, True, True, False])
+
+    def spoil(module: torch.nn.Module, _: object, states: torch.Tensor) -> torch.Tensor:
+        return states * float("nan") if next(bad) else states
+
+    trainer.start_round(round_(steps=2), None)
+    hook = trainer._base.get_input_embeddings().register_forward_hook(spoil)
+    reports = [trainer.micro_step() for _ in range(5)]
+    hook.remove()
+    assert [report is not None and math.isfinite(report.loss) for report in reports] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert trainer.done
+    assert sum("left out" in record.message for record in caplog.records) == 3
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.tensors().values())
 
 
 def test_a_tokenizer_without_an_end_is_refused(folder: Path, fd: int) -> None:

@@ -20,7 +20,7 @@ from collm_common.clock import SystemClock
 from collm_common.errors import AdapterError, BrokerError, BrokerFault
 from collm_common.messages import Cancel, Configure, LoadAdapter, Request, UnloadAdapter
 from collm_common.settings import load
-from collm_common.types import SamplingParams, Slo
+from collm_common.types import AdapterRef, SamplingParams, Slo
 from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
 from collm_replica.channel import (
     Alive,
@@ -47,7 +47,10 @@ ALIVE_S = 0.5
 
 
 class Loadout(Struct):
-    """What serves: an engine, its weights' digest, their export (None on a CPU), and how adapters are read."""
+    """What serves: an engine, its weights' digest, their export (None on a CPU), and how adapters are read.
+
+    It is warmed up with a prompt of `warm_up_tokens`, and under the adapter `blank` if that is not empty.
+    """
 
     engine: InferenceEngine
     utilisation: Utilisation
@@ -55,6 +58,8 @@ class Loadout(Struct):
     export: Callable[[], bytes] | None
     decode: Decode
     read_file: Callable[[Path], Tensors]
+    warm_up_tokens: int = 3
+    blank: Tensors = {}
 
 
 def engine_config(settings: ReplicaSettings) -> EngineConfig:
@@ -80,8 +85,21 @@ def fake(settings: ReplicaSettings) -> Loadout:
     return Loadout(engine, CpuUtilisation(), lambda: "fake", None, lambda data, manifest: {}, lambda path: {})
 
 
-def warm_up(engine: InferenceEngine, prompt_tokens: int) -> None:
-    """One real request to its end: readiness means that a step was done, and had the memory for it."""
+def warm_up(engine: InferenceEngine, prompt_tokens: int, blank: Tensors) -> None:
+    """A real request to its end: readiness means that a step was done, and had the memory for it.
+
+    With `blank` another one is answered under that adapter, so that nobody waits for what has to be compiled.
+    """
+    _answer(engine, prompt_tokens)
+    if blank:
+        ref = AdapterRef("warm-up", "1")
+        engine.load_adapter(engine.stage(ref, blank, 1, 1.0))
+        engine.publish(ref)
+        _answer(engine, prompt_tokens, ref.name)
+        engine.retire(ref.name)
+
+
+def _answer(engine: InferenceEngine, prompt_tokens: int, adapter: str = "") -> None:
     request = Request(
         id="warm-up",
         ingress="none",
@@ -91,6 +109,7 @@ def warm_up(engine: InferenceEngine, prompt_tokens: int) -> None:
         slo=Slo("none"),
         arrival_s=0.0,
         deadline_s=float("inf"),
+        adapter=adapter,
     )
     engine.add(request)
     while engine.has_work:
@@ -172,8 +191,7 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
         from collm_replica.loading import load_model
 
         loadout = await asyncio.to_thread(load_model, settings, weights_fd)
-    most = min(settings.context_tokens - 2, engine_config(settings).step_tokens)
-    await asyncio.to_thread(warm_up, loadout.engine, most if loadout.export is not None else 3)
+    await asyncio.to_thread(warm_up, loadout.engine, loadout.warm_up_tokens, loadout.blank)
     digest = await asyncio.to_thread(loadout.digest)
     log.info("ready to serve after %.1f s", time.monotonic() - started_s)
     async with connection(settings.redis_url) as redis:

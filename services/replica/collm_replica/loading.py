@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -48,6 +49,14 @@ def cap_memory(limit_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes or free // 2) / total))
 
 
+def blank_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """Of rank 1 on one linear, all zeros."""
+    linear = model.model.layers[0].self_attn.q_proj
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    shapes = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}
+    return {f"{name}{side}.weight": torch.zeros(shape) for side, shape in shapes.items()}
+
+
 def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
     """Fill the shared buffer if it is empty, and build the engine on it. Raises ModelError."""
     torch.set_num_threads(settings.threads)
@@ -70,4 +79,6 @@ def load_model(settings: ReplicaSettings, weights_fd: int) -> Loadout:
         export=export,
         decode=adapters.decode,
         read_file=adapters.read_file,
+        warm_up_tokens=3 if export is None else min(config.context_tokens - 2, config.step_tokens),
+        blank=blank_adapter(model) if export is not None and config.slots else {},
     )

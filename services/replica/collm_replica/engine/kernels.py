@@ -3,7 +3,8 @@
 LoRA enters as its second product: `low` `[T, slots, parts, rank]` is the first one's result, `b` `[slots, rank, out]`
 the factors, and a token's own slot is selected on the way in. T is the number of tokens everywhere.
 
-They round where the reference rounds, so that both choose the same tokens.
+They round where the reference rounds, so that both choose the same tokens. None is compiled anew for another number of
+tokens (`count`): that would stop every stream for a second at the first prompt of that length.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -65,7 +66,7 @@ def add_norm(x, y, y_stride, weight, total, h, eps, D: tl.constexpr, ADD: tl.con
     tl.store(h + row * D + at, wide * scale * tl.load(weight + at, mask=valid, other=0.0).to(tl.float32), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def add_lora(
     x,
     y,
@@ -98,7 +99,7 @@ def add_lora(
     tl.store(total + rows * OUT + columns[None, :], value, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def gated(
     y,
     y_stride,
@@ -137,7 +138,7 @@ def gated(
     tl.store(z + rows * HALF + columns[None, :], act * up, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def heads(
     y,
     y_stride,

@@ -47,11 +47,12 @@ class SlotBank:
 
     @torch.inference_mode()
     def stage(self, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> Factors:
-        """Check an adapter and bring it to the device, in one copy. Raises AdapterError that names the tensor."""
+        """Check an adapter and bring it to the device. Raises AdapterError that names the tensor."""
         pairs = self._check(tensors, rank)
         like = next(iter(self._places.values())).group.weight
         with beside(like.device):
-            moved = _move(tensors, like.device)
+            moved = {name: tensor.to(like.device) for name, tensor in tensors.items()}
+            _check_finite(moved)
             sizes = [side[0].numel() for group in self._sides[0] for side in (group.a, group.b)]
             parts = iter(torch.split(like.new_zeros(sum(sizes)), sizes))
             staged = {
@@ -115,12 +116,9 @@ class SlotBank:
             raise AdapterError(f"tensor {name} has values that are not finite numbers")
 
 
-def _move(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """To the device as one piece. Raises AdapterError for the first tensor whose values are not finite numbers."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).to(device)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
-    moved = {name: part.view_as(tensor) for part, (name, tensor) in zip(parts, tensors.items(), strict=True)}
-    if not bool(torch.isfinite(flat).all()):
-        name = next(name for name, tensor in moved.items() if not bool(torch.isfinite(tensor).all()))
-        raise AdapterError(f"tensor {name} has values that are not finite numbers")
-    return moved
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """One wait for the device, however many tensors there are."""
+    if bool(torch.isfinite(torch.nn.utils.get_total_norm(list(tensors.values()), torch.inf))):
+        return
+    name = next(name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
+    raise AdapterError(f"tensor {name} has values that are not finite numbers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,11 +24,17 @@ def beside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    make: Any = torch.cuda.Stream
-    stream = make(device)
+    stream = _side(device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+@cache
+def _side(device: torch.device) -> Any:
+    """One stream for ever: memory that was taken on one is not given out again on another."""
+    make: Any = torch.cuda.Stream
+    return make(device)
 
 
 class Download:

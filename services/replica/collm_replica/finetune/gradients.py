@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,13 +39,16 @@ class GradientSum:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def take(self, loss: float, tokens: int, samples: int) -> None:
-        """Add what one backward pass of the summed `loss` (nats) left on the parameters."""
+    def take(self, loss: float, tokens: int, samples: int) -> bool:
+        """Add what one backward pass of the summed `loss` (nats) left on the parameters; not if it is not finite."""
         own = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self.discard()
+        if not math.isfinite(square(own)):
+            return False
         self.micro.append(MicroGradient(square(own) / tokens**2, tokens, samples))
         self._sum = [old.add_(new) for old, new in zip(self._sum, own, strict=True)] if self._sum else own
         self.loss += loss
+        return True
 
     def mean(self) -> list[torch.Tensor]:
         """Gradient of the mean loss over all tokens, in the order of the parameters."""

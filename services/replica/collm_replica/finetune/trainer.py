@@ -26,6 +26,8 @@ from collm_replica.finetune.samples import Dataset, Sample, build, collate, draw
 log = logging.getLogger(__name__)
 MAX_FACTOR = 2.0
 
+MOST_SKIPPED = 3
+
 
 class StepReport(Struct, frozen=True):
     """One optimiser step. `step` counts from 1 in this round; `loss` is the mean over its tokens (nats).
@@ -95,7 +97,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(lora.parameters, lr=task.hyper.learning_rate, weight_decay=0.0)
         self._draws = draws(self.data.train, task.seed + task.round)
         self._anchor = [parameter.detach().clone() for parameter in lora.parameters] if task.hyper.proximal else []
-        self._step = self.samples_seen = 0
+        self._step = self._skipped = self.samples_seen = 0
         self._previous: tuple[MicroGradient, list[torch.Tensor]] | None = None
         self.noise = NoiseScale()
         self._begin_step()
@@ -110,23 +112,31 @@ class Trainer:
     def micro_step(self) -> StepReport | None:
         """Forward and backward of B samples; a report when that completed an optimiser step.
 
-        Raises AdapterError when training diverged: the gradient is not finite.
+        Samples whose gradient is not finite are left out; MOST_SKIPPED times in a row, training has diverged:
+        AdapterError.
         """
         assert not self.done
         self._lora.model.train()
         samples = [next(self._draws) for _ in range(self.batch)]
-        while (duration_s := self._backward(samples)) is None:
+        started_s = time.monotonic()
+        while (loss := self._backward(samples)) is None:
             if self._device.type == "cuda" and not self._recomputes:
                 # Half as much again to compute, a quarter of the memory: only where memory is short.
                 recompute: Any = self._base.gradient_checkpointing_enable
                 recompute({"use_reentrant": False})
                 self._recomputes = True
                 log.warning("out of memory: activations are recomputed from now on")
+                started_s = time.monotonic()
                 continue
             samples = samples[: len(samples) // 2]
             self.batch = len(samples)
             log.warning("out of memory: the micro-batch is now %d", self.batch)
-        self._durations.append((len(samples), duration_s))
+            started_s = time.monotonic()
+        if not self._gradients.take(*loss, len(samples)):
+            self._skip(*loss, len(samples))
+            return None
+        self._skipped = 0
+        self._durations.append((len(samples), time.monotonic() - started_s))
         self.samples_seen += len(samples)
         return self._optimise() if len(self._durations) == self._task.hyper.accumulation else None
 
@@ -201,9 +211,15 @@ class Trainer:
         cap = int(total * torch.cuda.get_per_process_memory_fraction())
         return torch.cuda.max_memory_allocated(), min(cap, torch.cuda.memory_reserved() + free)
 
-    def _backward(self, samples: list[Sample]) -> float | None:
-        """Add the samples' gradient; its duration in seconds, or None when they do not fit on the GPU."""
-        started_s = time.monotonic()
+    def _skip(self, loss: float, tokens: int, samples: int) -> None:
+        self._skipped += 1
+        step, name = self._step + 1, f"the gradient of {samples} samples"
+        log.warning("step %d: %s (loss %g over %d tokens) is not finite: left out", step, name, loss, tokens)
+        if self._skipped >= MOST_SKIPPED:
+            raise AdapterError(f"the gradient of step {step} is not finite: lower the learning rate")
+
+    def _backward(self, samples: list[Sample]) -> tuple[float, int] | None:
+        """Leave the samples' gradient on the parameters: (summed loss, tokens); None if they do not fit."""
         try:
             total, tokens = answer_loss(self._lora.model, collate(samples, self._pad, self._packs), self._device)
             torch.autograd.backward(total)
@@ -211,8 +227,7 @@ class Trainer:
             if len(samples) == 1:
                 raise
         else:
-            self._gradients.take(float(total.detach()), tokens, len(samples))
-            return time.monotonic() - started_s
+            return float(total.detach()), tokens
         # Only here, with the exception and the graph that it holds gone, can the memory be given back.
         self._gradients.discard()
         torch.cuda.empty_cache()
@@ -222,8 +237,6 @@ class Trainer:
         """Step along the gradient of the mean loss over all tokens, so that accumulation changes nothing."""
         gradient = self._gradients.mean()
         mean_square = square(gradient)
-        if not math.isfinite(mean_square):
-            raise AdapterError(f"the gradient of step {self._step + 1} is not finite: lower the learning rate")
         self._measure_noise(gradient, mean_square)
         for parameter, own in zip(self._lora.parameters, gradient, strict=True):
             parameter.grad = own
