@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import queue
 import statistics
@@ -269,6 +270,8 @@ def step_ms(lora: Lora, optimizer: torch.optim.Optimizer, batch: int, wide: bool
     with nullcontext() if wide else precision(lora.model):
         loss = lora.model(input_ids=ids, labels=ids, use_cache=False).loss
     torch.autograd.backward(loss)
+    norm = torch.nn.utils.get_total_norm([one.grad for one in lora.parameters if one.grad is not None])
+    assert math.isfinite(float(norm)), "the gradient is not finite"
     optimizer.step()
     optimizer.zero_grad()
     torch.cuda.synchronize()

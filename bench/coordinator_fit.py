@@ -23,9 +23,11 @@ from collm_coordinator.latency_fit import fit
 from collm_coordinator.probing import MAX_PROBES, next_probe
 from collm_coordinator.samples import Point
 
+GRID = Path(__file__).parent / "results" / "beside_h200.csv"
 STEADY = 1.6
 DRAWS = 40
-WANTED = {"timeslice": 0.85}
+TURNS = "by turns"
+WANTED = {TURNS: 0.85}
 WANTED_MPS = 0.95
 
 
@@ -36,16 +38,17 @@ class Measured(Struct, frozen=True):
     steady: bool
 
 
-def read(path: Path) -> dict[str, list[Measured]]:
-    """Cells with training beside, by SM share, from a CSV with the columns of the measured grid."""
+def read(path: Path, context: int) -> dict[str, list[Measured]]:
+    """Cells with training beside at one context, by SM share, from what `bench/beside.py` writes."""
     grids: dict[str, list[Measured]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            if (train := int(row["train_batch"])) == 0:
+            train = int(row["train_batch"])
+            if not train or int(row["context"]) != context:
                 continue
-            p50_ms, p95_ms = float(row["decode_ms_p50"]), float(row["decode_ms_p95"])
-            point = Point(train, int(row["infer_batch"]), p50_ms / 1e3)
-            grids.setdefault(row["sm_share"], []).append(Measured(point, p95_ms <= STEADY * p50_ms))
+            p50_ms, p95_ms = float(row["step_median_ms"]), float(row["step_p95_ms"])
+            point = Point(train, int(row["sequences"]), p50_ms / 1e3)
+            grids.setdefault(row["sm_share"] or TURNS, []).append(Measured(point, p95_ms <= STEADY * p50_ms))
     return grids
 
 
@@ -88,12 +91,13 @@ def drawn_r2(points: Sequence[Point], judged: Sequence[Point], count: int) -> fl
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("grid", type=Path, help="CSV: sm_share, train_batch, infer_batch, decode_ms_p50, decode_ms_p95")
+    parser.add_argument("grid", type=Path, nargs="?", default=GRID, help="CSV of bench/beside.py (default: on an H200)")
+    parser.add_argument("--context", type=int, default=320, help="tokens; the grid has 320 and 2000")
     parser.add_argument("--check", action="store_true", help="fail below the wanted R2")
     arguments = parser.parse_args()
     print(f"{'SM share':>10} {'probes':>6} {'R2 all':>7} {'R2 steady':>9} {'plain':>6} {'random':>6} f(B), where")
     missed = []
-    for share, measured in read(arguments.grid).items():
+    for share, measured in read(arguments.grid, arguments.context).items():
         points = [cell.point for cell in measured]
         steady = [cell.point for cell in measured if cell.steady]
         chosen = planned(points)
