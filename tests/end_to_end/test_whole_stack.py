@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from collm_common.types import ReplicaState, Slo
 from collm_tools.demo.play import fresh_digests
 from collm_tools.load.client import RequestRecord, Target, ask
 from collm_tools.load.prompts import Prompt
-from collm_tools.stack.options import StackOptions
+from collm_tools.stack.options import StackOptions, service_specs
+from collm_tools.stack.service import Spec
 from collm_tools.stack.stack import Stack
-from tests.support.broker import server_binary
+from tests.support.broker import Broker
 from tests.support.models import tiny_model_folder
 from tests.support.scan import assert_not_in_redis
+from tests.support.users import denied
 from tests.support.waiting import eventually
 
 CANARY = "pelican-canary-9182"
@@ -62,7 +65,10 @@ QUICK = {
 
 @asynccontextmanager
 async def whole_stack(tmp_path: Path, env: dict[str, str]) -> AsyncIterator[tuple[Stack, Redis]]:
-    """Broker, dispatcher, three replicas with private data, launcher, coordinator."""
+    """Broker, dispatcher, three replicas with private data, launcher, coordinator, each with its own rights.
+
+    At the end, nobody has asked the broker for what it may not have.
+    """
     model = tiny_model_folder(tmp_path / "model", "llama", num_hidden_layers=4)
     folders = []
     for number in range(3):
@@ -76,17 +82,29 @@ async def whole_stack(tmp_path: Path, env: dict[str, str]) -> AsyncIterator[tupl
         "COLLM_REPLICA_RUN_DIR": str(tmp_path),
         "COLLM_REPLICA_DEVICE": os.environ.get("COLLM_TEST_DEVICE", "cpu"),
     }
+    broker = Broker()
     options = StackOptions(
-        str(model),
-        "tiny",
-        tmp_path / "run",
-        data_dirs=folders,
-        port=0,
-        redis_server=server_binary(),
-        env={**small, **env},
+        str(model), "tiny", tmp_path / "run", data_dirs=folders, port=0, redis_url=broker.url, env={**small, **env}
     )
-    async with Stack(options) as stack, connection(stack.redis_url) as redis:
-        yield stack, redis
+
+    def specs(url: str) -> list[Spec]:
+        return [_as_its_user(spec, url) for spec in service_specs(options, model, url, stack.port)]
+
+    broker.start()
+    stack = Stack(options, specs=specs)
+    try:
+        async with connection(broker.url) as redis, stack:
+            await stack.guard(stack.wait_ready())
+            yield stack, redis
+            assert await denied(redis) == []
+    finally:
+        broker.close()
+
+
+def _as_its_user(spec: Spec, url: str) -> Spec:
+    user = spec.name.partition("-")[0]
+    own = url.replace("redis://", f"redis://{user}:{user}@")
+    return replace(spec, env={**spec.env, "COLLM_REDIS_URL": own})
 
 
 async def answers(stack: Stack, prompts: Sequence[Prompt], model: str = "tiny") -> list[RequestRecord]:

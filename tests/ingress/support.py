@@ -23,6 +23,7 @@ from collm_dispatcher.dispatch import Dispatch, dispatching
 from collm_dispatcher.ingress.service import Ingress, ingress
 from collm_replica.serving import Serving
 from tests.dispatcher.support import dispatcher_settings, replica
+from tests.support.users import as_user
 
 SLOW_S = 0.01
 
@@ -73,7 +74,7 @@ def text(prompt: Any = "abc", **fields: Any) -> dict[str, Any]:
 async def front(
     redis: Redis, keys: Keys, folder: Path, *, replicas: int = 1, step_s: float = 0.0, **changes: Any
 ) -> AsyncIterator[Front]:
-    """`replicas` of model `m` (r1, r2, …), an ingress on a free port and a dispatch loop."""
+    """`replicas` of model `m` (r1, r2, …), an ingress on a free port and a dispatch loop with a dispatcher's rights."""
     settings = dispatcher_settings(models={"m": str(folder)}, host="127.0.0.1", **changes)
     settings = type(settings)(**{**_fields(settings), "port": 0})
     clock = SystemClock()
@@ -85,8 +86,9 @@ async def front(
             listener = asyncio.create_task(_obey(redis, keys, id_, serving))
             stack.push_async_callback(stop_all, listener)
             running[id_] = serving
-        dispatch = await stack.enter_async_context(dispatching(settings, redis, "d1", clock))
-        inside = await stack.enter_async_context(ingress(settings, redis, clock))
+        own = await stack.enter_async_context(as_user(redis, "dispatcher"))
+        dispatch = await stack.enter_async_context(dispatching(settings, own, "d1", clock))
+        inside = await stack.enter_async_context(ingress(settings, own, clock))
         http = aiohttp.ClientSession(f"http://127.0.0.1:{inside.port}")
         stack.push_async_callback(http.close)
         yield Front(inside, http, running, dispatch)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import redis as blocking_redis
 
+from tests.support.users import add_users
+
 
 def free_port() -> int:
     """A TCP port that nobody listens on right now."""
@@ -31,7 +33,10 @@ def server_binary() -> str:
 
 
 class Broker:
-    """One server process on a port of its own, with an append-only file; it can be killed and started again."""
+    """One server process on a port of its own, with an append-only file; it can be killed and started again.
+
+    Beside the default user, who may do everything, it has the users of services.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.port = free_port()
@@ -61,7 +66,8 @@ class Broker:
                     assert time.monotonic() < deadline, (self.folder / "log").read_text()
                     assert self.process.poll() is None, (self.folder / "log").read_text()
                 else:
-                    return
+                    break
+            add_users(client)
 
     def fill_disk(self) -> None:
         """From now on nothing more fits into the append-only file."""
