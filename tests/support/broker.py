@@ -49,6 +49,10 @@ class Broker:
         """Where it listens."""
         return f"redis://127.0.0.1:{self.port}/0"
 
+    def url_of(self, user: str) -> str:
+        """Where it listens, for a service or the operator (Redis 7 or later)."""
+        return f"redis://{user}:{user}@127.0.0.1:{self.port}/0"
+
     def start(self) -> None:
         """Start and wait until it answers."""
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]

@@ -21,7 +21,7 @@ async def test_history_and_rollback_from_the_command_line(
     await blobs.put(redis, keys.adapter_version("desk", 1), b"weights", b"meta")
 
     async def collm(*arguments: str) -> int:
-        return await asyncio.to_thread(main, ["adapter", *arguments, "--redis", broker.url])
+        return await asyncio.to_thread(main, ["adapter", *arguments, "--redis", broker.url_of("launcher")])
 
     assert await collm("rollback", "desk", "--reason", "worse") == 0
     assert capsys.readouterr().out == "desk: version 1 is current, after 2\n"

@@ -30,7 +30,7 @@ async def test_a_drained_replica_answers_what_it_has_and_is_gone(
     """The last replica of a model taken away by a slip; a command that ends before the answers do."""
 
     async def collm(*arguments: str) -> int:
-        return await asyncio.to_thread(main, ["drain", *arguments, "--redis", broker.url])
+        return await asyncio.to_thread(main, ["drain", *arguments, "--redis", broker.url_of("launcher")])
 
     registry = Registry(redis, keys)
     settings = {"REDIS_URL": broker.url, "REPLICA_ID": "r1", "REPLICA_MODEL": "none", "REPLICA_SERVED_NAME": "m"}
