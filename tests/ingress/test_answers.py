@@ -149,11 +149,13 @@ async def test_how_full_each_replica_is_follows_its_reports(redis: Redis, keys: 
     async with front(redis, keys, tokenizer_folder, replicas=0) as site:
 
         async def says(usage: float) -> bool:
-            await post.report(redis, keys, InferenceReport(replica="r1", kv_usage=usage, **same))
+            report = InferenceReport(replica="r1", kv_usage=usage, preemptions=round(4 * usage), **same)
+            await post.report(redis, keys, report)
             await post.report(redis, keys, InferenceReport(replica="gone", kv_usage=0.5, **same))
             async with site.http.get("/metrics") as response:
-                found = re.findall(r"kv_cache_usage_perc{(.*)} (.*)", await response.text())
-            return found == [('model_name="m",replica="r1"', str(usage))]
+                page = await response.text()
+            found = re.findall(r"(?:kv_cache_usage_perc|num_preemptions_total){(.*)} (.*)", page)
+            return found == [('model_name="m",replica="r1"', str(value)) for value in (usage, 4 * usage)]
 
         await eventually(lambda: says(0.25))
         await eventually(lambda: says(0.75))

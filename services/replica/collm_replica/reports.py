@@ -94,6 +94,7 @@ class Reports:
             prefill_tokens=window.prefill_tokens,
             prefill_s=window.prefill_s,
             kv_usage=self._engine.kv_usage,
+            preemptions=self._engine.preemptions,
             output_tokens=window.output_tokens,
             finished=window.finished,
             snapshots=self._versions.snapshots,

@@ -65,6 +65,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     `utilisation` is in 0..1 (SM activity, or busy fraction on CPU); `mean_batch` averages running sequences over
     time; prefill_* (of tokens that were computed) and output_* let a reader divide; `kv_usage` is the share of KV
     blocks that requests hold now; `versions` maps adapter name to its current version.
+    `preemptions` counts, since the process began, sequences whose KV blocks others needed and that were computed again.
     `served` has what came in, by objective, `answered` the first answers that ended, `scored` how well adapter versions
     did on references; `sm_shares` the shares that its trainer can be given (none: no choice); `mps` whether its
     processes use the GPU at the same time.
@@ -84,6 +85,7 @@ class InferenceReport(Message, frozen=True, kw_only=True, tag="inference_report"
     prefill_tokens: Count = 0
     prefill_s: float = 0.0
     kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    preemptions: Count = 0
     output_tokens: Count = 0
     finished: Count = 0
     snapshots: Count = 0

@@ -16,6 +16,7 @@ SHARED = frozenset(
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
+        "num_preemptions",
         "prefix_cache_queries",
         "prefix_cache_hits",
         "prompt_tokens",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from prometheus_client import Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from collm_common import messages
@@ -53,6 +53,7 @@ class CellView(Collector):
         limits = GaugeMetricFamily("collm:replica_batch_limit", "Most sequences at once, chosen or own", labels=labels)
         trained = GaugeMetricFamily("collm:replica_train_batch", "Samples of a training micro-step", labels=labels)
         filled = GaugeMetricFamily("collm:kv_cache_usage_perc", "KV blocks that requests hold, 0 to 1", labels=labels)
+        preempted = CounterMetricFamily("collm:num_preemptions", "Sequences that were computed again", labels=labels)
         versions = GaugeMetricFamily("collm:adapter_version", "Current version", labels=["model_name", "adapter"])
         for id_, member in sorted(self._cell.members.items()):
             place = [member.info.model, id_]
@@ -63,6 +64,7 @@ class CellView(Collector):
             trained.add_metric(place, member.train_batch)
             if (report := self._reports.get(id_)) is not None:
                 filled.add_metric(place, report.kv_usage)
+                preempted.add_metric(place, report.preemptions)
         for name, adapter in sorted(self._cell.adapters.items()):
             versions.add_metric([adapter.model, name], adapter.version)
-        yield from (states, usable, limits, trained, filled, versions)
+        yield from (states, usable, limits, trained, filled, preempted, versions)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -201,7 +202,8 @@ class Routes:
         except web.HTTPException as error:
             refusal = RequestError(error.reason, code="not_found" if error.status == 404 else "http_error")
             refusal.status, refusal.type = error.status, "invalid_request_error"
-            return self._refusal(request, refusal)
+            allow = error.headers.get("Allow")
+            return self._refusal(request, refusal, {"Allow": allow} if allow else {})
         except AWAY as error:
             TROUBLES.tell(request.path, error)
             if fault(error):
@@ -213,10 +215,12 @@ class Routes:
             log.exception("%s failed", request.path)
             return self._refusal(request, InternalError("internal error"))
 
-    def _refusal(self, request: web.Request, error: RequestError) -> web.Response:
+    def _refusal(
+        self, request: web.Request, error: RequestError, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> web.Response:
         if request.method == "POST":
             self._metrics.rejected.labels(error.code).inc()
-        headers = {DROPPED: error.code} if error.status in (429, 503) else {}
+        told = {**headers, **({DROPPED: error.code} if error.status in (429, 503) else {})}
         if error.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-        return web.json_response(render.error_body(error), status=error.status, headers=headers)
+            told["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        return web.json_response(render.error_body(error), status=error.status, headers=told)

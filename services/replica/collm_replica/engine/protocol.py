@@ -59,6 +59,10 @@ class InferenceEngine(Protocol):
         """Requests in the running batch."""
 
     @property
+    def preemptions(self) -> int:
+        """Sequences so far whose KV blocks others needed and that were computed again."""
+
+    @property
     def kv_usage(self) -> float:
         """Share of the KV blocks that requests hold, in 0..1."""
 
