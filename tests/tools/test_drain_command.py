@@ -25,12 +25,19 @@ def other(model: str, ready: bool) -> ReplicaInfo:
 
 
 async def test_a_drained_replica_answers_what_it_has_and_is_gone(
-    redis: Redis, keys: Keys, broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    redis: Redis,
+    keys: Keys,
+    broker: Broker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last replica of a model taken away by a slip; a command that ends before the answers do."""
 
     async def collm(*arguments: str) -> int:
-        return await asyncio.to_thread(main, ["drain", *arguments, "--redis", broker.url_of("launcher")])
+        return await asyncio.to_thread(main, ["drain", *arguments])
+
+    monkeypatch.setenv("COLLM_REDIS_URL", broker.url_of("launcher"))
 
     registry = Registry(redis, keys)
     settings = {"REDIS_URL": broker.url, "REPLICA_ID": "r1", "REPLICA_MODEL": "none", "REPLICA_SERVED_NAME": "m"}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -122,6 +123,22 @@ async def test_a_service_that_keeps_crashing_ends_the_stack_with_its_last_words(
         with pytest.raises(ServiceError, match="bad ended with 1 after 2 restarts") as caught:
             await stack.run()
     assert "no such device" in str(caught.value)
+
+
+async def test_a_service_that_has_left_stays_away_and_the_others_are_watched_on(tmp_path: Path) -> None:
+    """A drained replica that is back at once, or after which nobody notices what crashes."""
+    gone, go = tmp_path / "gone", tmp_path / "go"
+    leaves = replace(script("leaves", f"open({str(gone)!r}, 'a').write('.')"), may_leave=True)
+    wait = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\nraise SystemExit(3)"
+    said: list[str] = []
+    specs = [leaves, script("crashes", wait)]
+    async with Stack(options(tmp_path), said.append, QUICK, specs=lambda url: specs) as stack:
+        watching = asyncio.create_task(stack.run())
+        await eventually(lambda: "leaves has left" in said)
+        go.touch()
+        with pytest.raises(ServiceError, match="crashes ended with 3"):
+            await asyncio.wait_for(watching, 20)
+    assert gone.read_text() == "."
 
 
 async def test_a_service_deaf_to_terminate_is_killed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,10 +16,14 @@ from collm_common.settings import Common
 
 
 def add_broker(parser: argparse.ArgumentParser) -> None:
-    """Declare --redis and --key-prefix."""
+    """Declare --redis and --key-prefix; without them, the services' own variables say which."""
     common = Common()
-    parser.add_argument("--redis", default=common.redis_url, metavar="URL", help="the broker (default %(default)s)")
-    parser.add_argument("--key-prefix", default=common.key_prefix, help="of the cell (default %(default)s)")
+    for option, variable, default, what in (
+        ("--redis", "COLLM_REDIS_URL", common.redis_url, "URL of the broker"),
+        ("--key-prefix", "COLLM_KEY_PREFIX", common.key_prefix, "of the cell's keys"),
+    ):
+        help_ = f"{what} (default ${variable}, else {default})"
+        parser.add_argument(option, default=os.environ.get(variable, default), help=help_)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from collm_common.errors import SettingsError
@@ -70,7 +70,7 @@ def service_specs(options: StackOptions, model: Path | str, redis_url: str, port
             "DATA_DIR": str(options.data_dir(index).resolve()),
             "RUN_DIR": str(options.run_dir.resolve()),
         }
-        specs.append(_spec(f"replica-{replica}", "replica", own, shared))
+        specs.append(replace(_spec(f"replica-{replica}", "replica", own, shared), may_leave=True))
     return [*specs, _spec("launcher", "launcher", {}, shared), _spec("coordinator", "coordinator", {}, shared)]
 
 

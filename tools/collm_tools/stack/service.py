@@ -21,11 +21,15 @@ class ServiceError(CollmError):
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run. `env` is added to this process's environment, less its own COLLM_ settings."""
+    """What to run. `env` is added to this process's environment, less its own COLLM_ settings.
+
+    One that `may_leave` stays away once it has ended with status 0, as a replica does that was drained.
+    """
 
     name: str
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    may_leave: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,14 @@ class Service:
             )
 
     async def watch(self) -> None:
-        """Restart it after each crash; returns once it is stopped. Raises ServiceError when the limit is used up."""
+        """Restart it after each crash, until it is stopped or has left. Raises ServiceError after `limit` restarts."""
         while self.process is not None:
             code = await self.process.wait()
             self._kill_group(self.process.pid)
             if self._stopping:
+                return
+            if code == 0 and self.spec.may_leave:
+                self._notify(f"{self.spec.name} has left")
                 return
             if self.restarts >= self.policy.limit:
                 what = f"{self.spec.name} ended with {code} after {self.restarts} restarts"

@@ -140,9 +140,11 @@ class Stack:
         """Await `work`, unless a service gives up first: then its error."""
         task = asyncio.create_task(work)
         try:
-            done, _ = await asyncio.wait([task, *self._watchers], return_when=asyncio.FIRST_COMPLETED)
-            for ended in done - {task}:
-                await ended
+            while not task.done():
+                watched = [watcher for watcher in self._watchers if not watcher.done() or watcher.exception()]
+                done, _ = await asyncio.wait([task, *watched], return_when=asyncio.FIRST_COMPLETED)
+                for ended in done - {task}:
+                    await ended
             return await task
         finally:
             task.cancel()
