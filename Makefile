@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PARTS := libs/common services/dispatcher services/replica services/launcher services/coordinator tools
 CODE := $(PARTS) tests scripts bench
+OUTSIDE := aiperf guidellm schemathesis
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 POLICY := */policy/*,*/goodput.py,*/solver.py,*/latency_fit.py,*/robust.py,*/shape.py,*/samples.py,*/replica_model.py,*/probing.py,*/laws.py,*/drift.py,*/objectives.py,*/progress.py,*/traffic.py,*/split.py,*/advisor.py,*/comparison.py
 
@@ -59,7 +60,13 @@ chaos: $(VENV)/installed
 soak: $(VENV)/installed
 	$(BIN)/python bench/soak.py
 
-clients: $(VENV)/installed
+# Programs with pins of their own, each in an environment of its own.
+$(VENV)/outside/%: requirements-outside.txt
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check "$$(grep '^$*==' requirements-outside.txt)"
+	touch $@
+
+clients: $(VENV)/installed $(OUTSIDE:%=$(VENV)/outside/%)
 	$(PIP) -r requirements-clients.txt
 	$(BIN)/pytest tests/clients
 
