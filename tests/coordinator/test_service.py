@@ -200,6 +200,30 @@ async def test_samples_become_a_model_and_batch_sizes_that_keep_the_slo(redis: R
         assert b"goodput" in reason
 
 
+async def test_fixed_sizes_are_kept_whatever_is_measured(redis: Redis, keys: Keys) -> None:
+    """An operator's sizes that hold until the first fit, or that are probed away."""
+    await register(redis, keys, ReplicaState.IDLE, "r1")
+    fixed = BatchSizes(6, 3)
+    async with running(redis, fixed=fixed, max_train_batch=16) as coordinator:
+        await form(redis, keys, "r1")
+        await eventually(lambda: _sizes(redis, keys, "r1", fixed))
+        for cells in (((0, 1, 0.010), (0, 4, 0.013)), ((1, 1, 0.012), (4, 4, 0.021)), ((2, 1, 0.014), (2, 4, 0.017))):
+            await say(redis, keys.telemetry, inference(ReplicaState.COMBINED, *cells))
+        await train_a_round(redis, keys, 0.05, 0.001)
+        await eventually(lambda: _trains(coordinator))
+        assert await _sizes(redis, keys, "r1", fixed)
+        assert set(await commands(redis, keys, "r1")) == {fixed}
+
+
+async def _sizes(redis: Redis, keys: Keys, replica: str, wanted: BatchSizes) -> bool:
+    return (await latency.sizes_of(redis, keys, [replica])).get(replica) == wanted
+
+
+def _trains(coordinator: Coordinator) -> bool:
+    law = coordinator.models["r1"].latency
+    return law is not None and law.train is not None
+
+
 @pytest.mark.parametrize(("accumulation", "larger"), [("1", True), ("64", False), ("many", True)])
 async def test_accumulation_is_what_the_job_says(redis: Redis, keys: Keys, accumulation: str, larger: bool) -> None:
     """An efficiency of the micro-batch where the optimiser sees 64 of them: batches that are much too large.

@@ -120,6 +120,8 @@ class Coordinator:
     def _first_sizes(self, job: str, info: ReplicaInfo, number: int) -> BatchSizes:
         """A draw; each client of a job takes another one of the SM shares, so that all are measured."""
         settings, model = self.settings, self._model(info.id)
+        if settings.fixed is not None:
+            return settings.fixed
         drawn = first_draw(f"{settings.seed} {job} {info.id}", settings.first_train_max, info.infer_batch_max)
         model.progress.start(job, drawn.train)
         share = sorted(model.shares)[number % len(model.shares)] if model.shares else model.share
@@ -130,7 +132,7 @@ class Coordinator:
     async def _probe(self, report: TrainReport) -> None:
         """In a job's first round, and until the law is told: another B after every few steps."""
         model, steps = self._model(report.replica), self.settings.probe_steps
-        if not steps or model.progress.steps < steps:
+        if not steps or self.settings.fixed is not None or model.progress.steps < steps:
             return
         law = model.laws.get(model.share)
         if report.round > 1 and law is not None and law.infer.train_identified:
@@ -235,6 +237,8 @@ class Coordinator:
     ) -> None:
         """Solve, and tell the replica if it is to change."""
         rules = self.settings.rules
+        if self.settings.fixed is not None:
+            return
         member = await self._member(info)
         members = [await self._member(peer) for peer in replicas.values() if peer.alive and peer.model == info.model]
         rate = rate_to_carry(info.id, members, await self._backlog(info.model), rules)

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from collm_common.settings import Common
-from collm_common.types import AtLeastOne, Count, Fraction, Positive, Slo
+from collm_common.types import AtLeastOne, BatchSizes, Count, Fraction, Positive, Slo
 from collm_coordinator.advisor import Rules
 
 
@@ -16,6 +16,7 @@ class CoordinatorSettings(Common, frozen=True, kw_only=True):
 
     B is at most `max_train_batch`; b at least `min_infer_share` of the engine's limit, and enough for the load with
     `headroom` and a backlog that is gone in `drain_s`. In the first round B changes every `probe_steps` (0: never).
+    With `fixed` (JSON: train, infer) every replica that trains gets these sizes, and nothing is probed or chosen.
     `metrics_port` 0 is off.
     """
 
@@ -30,6 +31,7 @@ class CoordinatorSettings(Common, frozen=True, kw_only=True):
     lease_ttl_s: Positive = 5.0
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     seed: Count = 0
+    fixed: BatchSizes | None = None
 
     @property
     def rules(self) -> Rules:
