@@ -53,6 +53,7 @@ unit: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python bench/redis_path.py
 	$(BIN)/python bench/policy_cost.py
+	$(BIN)/python bench/malformed.py
 
 chaos: $(VENV)/installed
 	$(BIN)/python -m bench.chaos

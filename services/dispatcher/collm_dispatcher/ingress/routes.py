@@ -223,4 +223,8 @@ class Routes:
         told = {**headers, **({DROPPED: error.code} if error.status in (429, 503) else {})}
         if error.retry_after_s is not None:
             told["Retry-After"] = str(max(1, round(error.retry_after_s)))
-        return web.json_response(render.error_body(error), status=error.status, headers=told)
+        response = web.json_response(render.error_body(error), status=error.status, headers=told)
+        if request.content.exception() is not None or not request.content.is_eof():
+            # The line is closed behind a body that nobody can read to its end: its client must not use it again.
+            response.force_close()
+        return response
