@@ -21,9 +21,11 @@ from collm_common.requeue import GROUP
 from collm_common.retry import once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
 from collm_replica.adapter_feed import AdapterFeed
+from collm_replica.engine.guide import Guide
 from collm_replica.engine.protocol import InferenceEngine, Staged
 from collm_replica.outbox import Open, Outbox
 from collm_replica.reports import Reports
+from collm_replica.schemas import Schemas
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import Utilisation
 from collm_replica.versions import Versions
@@ -35,13 +37,14 @@ STRAYS_S = 2.0
 
 
 class Arrival(Struct, frozen=True):
-    """A request on its way into the engine, with the adapter version that it pins or why it is refused."""
+    """A request on its way into the engine, with the version that it pins, its schema's guide, or why it is refused."""
 
     entry_id: str
     request: Request
     pinned: Staged | None
     refusal: RequestError | None
     expected: Expected | None
+    guide: Guide | None = None
 
 
 class Serving:
@@ -60,6 +63,7 @@ class Serving:
         self.clock, self.keys = clock, settings.keys
         self.versions = Versions(engine, feed, self.between_steps)
         self.reports = Reports(settings, redis, engine, self.versions, utilisation, clock)
+        self._schemas = Schemas(engine.guide)
         self.steps = 0
         self.draining = False
         self._outbox = Outbox(redis, self.keys, settings.id)
@@ -201,14 +205,17 @@ class Serving:
             return
         self.versions.expect(request)
         pinned: Staged | None = None
+        guide: Guide | None = None
         refusal: RequestError | None = None
         try:
+            if schema := request.sampling.json_schema:
+                guide = await self._schemas.guide(schema)
             request, pinned = await patiently(partial(self.versions.pin, request), FIRST_READ_S)
         except RequestError as error:
             refusal = error
         except BrokerError as error:
             refusal = Unavailable(str(error), code="broker_away")
-        arrival = Arrival(entry.entry_id, request, pinned, refusal, _expected(entry))
+        arrival = Arrival(entry.entry_id, request, pinned, refusal, _expected(entry), guide)
         self.between_steps(lambda: self._admit(arrival))
 
     def _admit(self, arrival: Arrival) -> None:
@@ -227,7 +234,7 @@ class Serving:
             if (pinned is not None and not self.versions.put(pinned)) or self.versions.lacks_slot(request.adapter):
                 self._park(arrival)
                 return
-            self.engine.add(request)
+            self.engine.add(request, arrival.guide)
             self.reports.admitted(request)
         except RequestError as error:
             self._refuse(arrival, error)

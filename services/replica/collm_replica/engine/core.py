@@ -13,7 +13,7 @@ from collm_common.types import AdapterRef, Quality
 from collm_replica.engine import admission
 from collm_replica.engine.adapters import BASE_VERSION, AdapterTable
 from collm_replica.engine.config import EngineConfig
-from collm_replica.engine.guide import Guides, unguided
+from collm_replica.engine.guide import Guide, Guides, unguided
 from collm_replica.engine.kv import BlockPool
 from collm_replica.engine.output import Output
 from collm_replica.engine.protocol import (
@@ -127,8 +127,14 @@ class EngineCore:
     def versions(self) -> dict[str, AdapterRef]:
         return dict(self._adapters.current)
 
-    def add(self, request: Request) -> None:
+    def guide(self, schema: str) -> Guide:
+        """What `add` takes; for any thread, beside the steps. Raises InvalidRequest."""
+        return self._guides(schema)
+
+    def add(self, request: Request, guide: Guide | None = None) -> None:
         """Queue a request; a newer attempt of a live one replaces it, another is ignored.
+
+        A schema is compiled here unless its `guide` is given.
 
         Raises InvalidRequest (too long, tokens outside the vocabulary, a schema that cannot be followed),
         UnknownModel (adapter or version not here) and Overloaded (`max_waiting` wait).
@@ -139,7 +145,8 @@ class EngineCore:
         admission.check(request, self._vocabulary, self.config.context_tokens)
         admission.check_room(self.waiting, self.config.max_waiting)
         sampling = request.sampling
-        guide = self._guides(sampling.json_schema) if sampling.json_schema else None
+        if guide is None and sampling.json_schema:
+            guide = self.guide(sampling.json_schema)
         output = Output(sampling, self._eos, self._decode, request.prefix, guide)
         sequence = Running(request, self._order, output, Timings(self._clock()))
         if request.version is not None:

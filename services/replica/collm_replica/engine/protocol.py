@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from collm_common.messages import Delta, Done, Failed, Request, TokenLogprob
 from collm_common.types import AdapterRef, Quality
+from collm_replica.engine.guide import Guide
 from collm_replica.engine.sequence import Chunk, Pin
 
 if TYPE_CHECKING:
@@ -70,8 +71,11 @@ class InferenceEngine(Protocol):
     def versions(self) -> dict[str, AdapterRef]:
         """The current version of each adapter name."""
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError."""
+    def guide(self, schema: str) -> Guide:
+        """What holds an answer to a JSON schema; for any thread, beside `step`. Raises InvalidRequest."""
+
+    def add(self, request: Request, guide: Guide | None = None) -> None:
+        """Queue a request, with the guide of its schema if it has one. Raises RequestError."""
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request at once and without a reply; False if it is not here."""
