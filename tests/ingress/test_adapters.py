@@ -14,7 +14,10 @@ import torch
 from redis.asyncio import Redis
 from safetensors.torch import save_file
 
+from collm_common.errors import AdapterError
 from collm_common.keys import Keys
+from collm_dispatcher.ingress import peft_folder
+from collm_dispatcher.ingress.peft_folder import CONFIG, TENSORS
 from tests.engine.harness import generate, load, with_adapter
 from tests.ingress.real import real_front
 from tests.ingress.support import Front, text
@@ -119,6 +122,7 @@ HEAD: Change = lambda tensors: tensors | {"base_model.model.lm_head.weight": tor
         (dict, {"peft_type": "IA3"}, "peft_type"),
         (dict, {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         (dict, {"r": 0}, "`$.r`"),
+        (dict, {"lora_alpha": 1e308}, "lora_alpha"),
         (lambda tensors: {}, {}, "no tensors"),
     ],
 )
@@ -136,6 +140,31 @@ async def test_what_does_not_fit_is_refused_by_name_and_leaves_nothing(
         assert serving.engine.versions == {}
     assert not [key async for key in redis.scan_iter(f"{keys.adapter('bad')}:v*")]
     assert not await redis.sismember(keys.adapters, "bad")
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS])
+def test_only_files_that_lie_in_the_folder_are_read(tmp_path: Path, model: Path, name: str) -> None:
+    """Catches a link to a file that clients may not see, a pipe that nobody ever writes to, and a file of any size."""
+    folder = tmp_path / "one"
+    save(folder, random_adapter(model, 4, 8.0))
+    assert peft_folder.read(folder, 1 << 20).rank == 4
+    file, elsewhere = folder / name, tmp_path / "elsewhere"
+    size = file.stat().st_size
+    file.rename(elsewhere)
+    with pytest.raises(AdapterError, match=f"{name}: cannot be read in one: No such file"):
+        peft_folder.read(folder, 1 << 20)
+    file.symlink_to(elsewhere)
+    with pytest.raises(AdapterError, match=f"{name}: is a symbolic link"):
+        peft_folder.read(folder, 1 << 20)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(AdapterError, match=f"{name}: is no file"):
+        peft_folder.read(folder, 1 << 20)
+    file.unlink()
+    elsewhere.rename(file)
+    if name == TENSORS:
+        with pytest.raises(AdapterError, match=f"{name}: has {size} bytes, the limit is {size - 1}"):
+            peft_folder.read(folder, size - 1)
 
 
 @pytest.mark.parametrize(

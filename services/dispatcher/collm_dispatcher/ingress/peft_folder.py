@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import stat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
-from safetensors import SafetensorError, safe_open
+from msgspec import Meta, Struct
+from safetensors import SafetensorError, deserialize
 
 from collm_common.errors import AdapterError
-from collm_common.types import AtLeastOne, Positive
+from collm_common.types import AtLeastOne
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES, MAX_ALPHA = 1 << 20, 65_536.0
 SIDES = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -22,7 +25,7 @@ class _Config(Struct):
     """The fields of adapter_config.json that say what the tensors mean; those of one value are not served otherwise."""
 
     r: AtLeastOne
-    lora_alpha: Positive
+    lora_alpha: Annotated[float, Meta(gt=0, le=MAX_ALPHA)]
     peft_type: Literal["LORA"]
     base_model_name_or_path: str | None = None
     use_rslora: bool = False
@@ -46,28 +49,37 @@ class OutsideAdapter(Struct, frozen=True):
 
 def read(folder: Path, max_bytes: int) -> OutsideAdapter:
     """Raises AdapterError that names the file and what is wrong with it."""
-    config = _config(folder / CONFIG)
-    path = folder / TENSORS
-    if not path.is_file():
-        raise AdapterError(f"{TENSORS}: there is no such file in {folder.name}; other formats are not read")
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise AdapterError(f"{TENSORS}: has {size} bytes, the limit is {max_bytes}")
-    modules = _modules(path, config.r)
+    config = _config(_content(folder / CONFIG, MAX_CONFIG_BYTES))
+    data = _content(folder / TENSORS, max_bytes)
+    modules = _modules(data, config.r)
     # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r) instead of alpha / r.
     alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1.0)
-    return OutsideAdapter(path.read_bytes(), config.r, alpha, modules, config.base_model_name_or_path or "")
+    return OutsideAdapter(data, config.r, alpha, modules, config.base_model_name_or_path or "")
 
 
-def _config(path: Path) -> _Config:
+def _content(path: Path, max_bytes: int) -> bytes:
+    """Of a file that lies here itself: a link could name any file that this process may read."""
     try:
-        if not path.is_file() and path.exists():
-            raise AdapterError(f"{CONFIG}: is no file")
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise AdapterError(f"{CONFIG}: is over the limit of {MAX_CONFIG_BYTES} bytes")
-        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise AdapterError(f"{CONFIG}: {error.strerror}") from error
+        if error.errno == errno.ELOOP:
+            raise AdapterError(f"{path.name}: is a symbolic link, which is not followed") from error
+        raise AdapterError(f"{path.name}: cannot be read in {path.parent.name}: {error.strerror}") from error
+    with open(file, "rb") as opened:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode):
+            raise AdapterError(f"{path.name}: is no file")
+        if about.st_size > max_bytes:
+            raise AdapterError(f"{path.name}: has {about.st_size} bytes, the limit is {max_bytes}")
+        try:
+            return opened.read(max_bytes)
+        except OSError as error:
+            raise AdapterError(f"{path.name}: {error.strerror}") from error
+
+
+def _config(data: bytes) -> _Config:
+    try:
+        config = msgspec.json.decode(data, type=_Config)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterError(f"{CONFIG}: {error}") from error
     for name in ("rank_pattern", "alpha_pattern"):
@@ -76,11 +88,10 @@ def _config(path: Path) -> _Config:
     return config
 
 
-def _modules(path: Path, rank: int) -> tuple[str, ...]:
+def _modules(data: bytes, rank: int) -> tuple[str, ...]:
     try:
-        with safe_open(path, framework="numpy") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        shapes = {name: tuple(about["shape"]) for name, about in deserialize(data)}
+    except SafetensorError as error:
         raise AdapterError(f"{TENSORS}: {error}") from error
     if not shapes:
         raise AdapterError(f"{TENSORS}: has no tensors")
