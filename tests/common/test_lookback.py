@@ -54,6 +54,24 @@ async def test_a_damaged_entry_hides_nothing_else(redis: Redis, keys: Keys) -> N
     assert list(recent.messages) == [said(1), said(2)]
 
 
+async def test_damaged_keys_cost_only_what_they_hold(redis: Redis, keys: Keys) -> None:
+    """A page and a status command that fail for good because of one key, and go on failing once it is repaired."""
+    for key in (keys.events, keys.requests("m", "a"), keys.subflow("r1")):
+        await redis.set(key, "x")
+    await redis.sadd(keys.streams, "m|a", "m|b", b"\xff|b")
+    await append(redis, keys.requests("m", "b"), "request", "x", b"")
+    recent = Recent(redis, keys.events, keep=5)
+    await recent.catch_up()
+    assert [(queue.slo, queue.length) for queue in await queues(redis, keys)] == [("a", 0), ("b", 1)]
+    assert await subflows(redis, keys, ["r1", "r2"]) == {"r1": 0, "r2": 0}
+    await redis.set(keys.streams, "x")
+    assert await queues(redis, keys) == []
+    await redis.delete(keys.events)
+    await tell(redis, keys, 1)
+    await recent.catch_up()
+    assert list(recent.messages) == [said(1)]
+
+
 async def test_lengths_belong_to_their_names(redis: Redis, keys: Keys) -> None:
     """A queue shown under the name of its neighbour."""
     await redis.sadd(keys.streams, "m|b", "m|a")

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
 from collm_common.errors import InvalidRequest, SettingsError
 from collm_common.types import Slo
@@ -265,6 +266,12 @@ def test_own_limits_are_in_seconds() -> None:
         ({"x-slo-ttft-ms": "soon"}, None, "x-slo-ttft-ms"),
         ({"x-slo-e2e-ms": "-1"}, None, "x-slo-e2e-ms"),
         ({"x-slo-e2e-ms": "nan"}, None, "x-slo-e2e-ms"),
+        ({"x-slo-e2e-ms": "1_0"}, None, "x-slo-e2e-ms"),
+        ({"x-slo-e2e-ms": "\N{ARABIC-INDIC DIGIT FIVE}"}, None, "x-slo-e2e-ms"),
+        ({"x-slo-e2e-ms": ""}, None, "x-slo-e2e-ms"),
+        ({"x-slo-e2e-ms": "5", "x-llm-d-slo-e2e-ms": "6"}, None, "x-llm-d-slo-e2e-ms"),
+        (CIMultiDict([("x-slo-ttft-ms", "5"), ("X-SLO-TTFT-MS", "6")]), None, "x-slo-ttft-ms"),
+        (CIMultiDict([("x-slo-class", "chat"), ("x-slo-class", "default")]), None, "x-slo-class"),
         ({"x-llm-d-slo-e2e-ms": "inf"}, None, "x-llm-d-slo-e2e-ms"),
         ({"x-llm-d-inference-objective": "nope"}, None, "x-llm-d-inference-objective"),
         ({}, "nope", "slo"),
@@ -281,6 +288,13 @@ def test_wrong_classes_stop_the_start() -> None:
     """A class without the limit that was meant."""
     with pytest.raises(SettingsError, match=r"SLO_CLASSES.*chat"):
         objectives.classes({"chat": {"ttft_s": -1}})
+
+
+def test_a_header_may_be_repeated_but_not_contradicted() -> None:
+    """A client that gets one of two objectives, or is somebody else, depending on which proxy it came through."""
+    assert objectives.choose(KNOWN, CIMultiDict([("x-slo-class", "chat")] * 2), None).name == "chat"
+    with pytest.raises(InvalidRequest, match="contradicts"):
+        objectives.tenant(CIMultiDict([(objectives.TENANT, "a"), (objectives.TENANT, "b")]))
 
 
 def test_a_tenant_is_whoever_the_header_names() -> None:

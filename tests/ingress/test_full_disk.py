@@ -7,8 +7,12 @@ import contextlib
 from functools import partial
 from pathlib import Path
 
+import pytest
+from redis.asyncio import Redis
+
 from collm_common.broker import connection
 from collm_common.keys import Keys
+from collm_dispatcher.ingress import courier
 from tests.ingress.support import SLOW_S, Front, front, text
 from tests.support.broker import Broker
 from tests.support.waiting import eventually
@@ -44,6 +48,35 @@ async def test_clients_are_told_to_come_again_and_open_answers_go_on_once_there_
             assert not any(task.done() for task in loops)
     finally:
         server.close()
+
+
+async def test_a_lease_that_ran_out_on_a_full_disk_is_no_lost_broker(
+    keys: Keys, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every open answer computed a second time because its ingress could not renew its lease for a minute."""
+    monkeypatch.setattr(courier, "LEASE_S", 1.5)
+    server = Broker()
+    server.start()
+    try:
+        async with connection(server.url) as redis, front(redis, keys, tokenizer_folder, step_s=SLOW_S) as site:
+            open_ = asyncio.create_task(site.post(TEXT, text("abcd", max_tokens=150)))
+            await eventually(lambda: any(len(one.tokens) > 5 for one in site.ingress.opened))
+            await eventually(lambda: redis.keys(keys.lease("ingress-*")))
+            server.fill_disk()
+            try:
+                await eventually(partial(_gone, redis, keys.lease("ingress-*")))
+            finally:
+                server.empty_disk()
+            await eventually(lambda: redis.keys(keys.lease("ingress-*")))
+            assert (await open_)[0] == 200
+            async with site.http.get("/metrics") as page:
+                assert 'collm:requests_redispatched_total{model_name="m"} ' not in await page.text()
+    finally:
+        server.close()
+
+
+async def _gone(redis: Redis, pattern: str) -> bool:
+    return not await redis.keys(pattern)
 
 
 async def _refused(site: Front) -> bool:

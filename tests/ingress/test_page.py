@@ -95,6 +95,21 @@ async def test_the_feed_tells_what_is_in_the_broker(redis: Redis, keys: Keys, to
     assert view["tokens_per_s"] > 0
 
 
+async def test_damaged_keys_leave_the_page_what_can_be_read(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:
+    """A page that is gone, or whose stream ends, while somebody looks for what is wrong with the cell."""
+    await planted.plant(redis, keys, time.time())
+    async with page(redis, tokenizer_folder) as http, http.get("/live/stream") as stream:
+        jobs = [key.decode() async for key in redis.scan_iter(keys.job("*"))]
+        damaged = (keys.events, keys.telemetry, keys.subflow("r1"), keys.requests("m", "chat"), keys.streams, *jobs)
+        for key in damaged:
+            await redis.set(key, "x")
+            async with asyncio.timeout(10):
+                while (view := await event(stream)) is None:
+                    pass
+            assert [replica["id"] for replica in view["replicas"]] == ["r1", "r2", "r3"], key
+        assert len((await state(http))["replicas"]) == 3
+
+
 async def test_an_empty_cell_has_a_page(redis: Redis, tokenizer_folder: Path) -> None:
     """A crash before the first replica is there."""
     async with page(redis, tokenizer_folder) as http:

@@ -375,10 +375,17 @@ async def test_a_damaged_stream_is_our_fault_and_shows(redis: Redis, keys: Keys,
     async with front(redis, keys, tokenizer_folder) as site:
         await redis.set(keys.requests("m", "ttft5000"), "x")
         status, body = await site.post(TEXT, text(slo={"ttft_ms": 5000}))
-        assert (status, body["error"]["code"]) == (500, "broker_fault")
+        assert (status, body["error"]["code"]) == (500, "damaged_key")
+        assert keys.requests("m", "ttft5000") in body["error"]["message"]
         assert (await site.post(TEXT, text()))[0] == 200
         async with site.http.get("/metrics") as page:
             assert 'collm:broker_faults_total{kind="WRONGTYPE"}' in await page.text()
+        await redis.set(keys.streams, "x")
+        status, body = await site.post(TEXT, text())
+        assert keys.streams in body["error"]["message"]
+        await redis.delete(keys.streams, keys.requests("m", "ttft5000"))
+        for slo in ({"ttft_ms": 5000}, "default"):
+            assert (await site.post(TEXT, text(slo=slo)))[0] == 200
 
 
 async def test_a_connection_cut_in_mid_stream_is_no_error(redis: Redis, keys: Keys, tokenizer_folder: Path) -> None:

@@ -22,6 +22,7 @@ from collm_common.messages import (
 )
 from collm_common.registry import Registry
 from collm_common.streams import order
+from collm_common.trouble import TROUBLES
 from collm_common.types import ReplicaInfo, ReplicaState
 from collm_coordinator.service import Coordinator
 from collm_coordinator.settings import CoordinatorSettings
@@ -109,6 +110,17 @@ async def test_a_cancelled_job_lets_its_clients_go(redis: Redis, keys: Keys) -> 
         await eventually(lambda: _field(redis, keys.job("ftjob-1"), "status", b"failed"))
         await eventually(lambda: all_in(redis, keys, SERVING))
         assert await redis.hgetall(keys.wanted(MODEL)) == {}
+
+
+async def test_the_end_of_a_job_leaves_a_newer_one_of_the_adapter_wanted(redis: Redis, keys: Keys) -> None:
+    """A job that its client waits for and that nobody will ever run."""
+    lease = Lease(redis, keys, "launcher", "l1", 5)
+    await lease.hold()
+    await redis.hset(keys.wanted(MODEL), mapping={"asked": "ftjob-2", "other": "ftjob-1"})
+    store = JobStore(redis, keys, lease, keep_versions=2)
+    ended = job(id="ftjob-1", adapter="asked", wanted=True, phase=Phase.FAILED)
+    await store.apply(ended, [], [], "0-0", 0.0)
+    assert await redis.hgetall(keys.wanted(MODEL)) == {b"asked": b"ftjob-2", b"other": b"ftjob-1"}
 
 
 async def _field(redis: Redis, key: str, name: str, wanted: bytes) -> bool:
@@ -333,6 +345,24 @@ def job(**changes: object) -> Job:
     for name, value in changes.items():
         setattr(made, name, value)
     return made
+
+
+async def test_damaged_jobs_are_given_up_and_hide_no_other(redis: Redis, keys: Keys) -> None:
+    """A launcher and a coordinator that stop for good because of a name that is no text, or a key of another type."""
+    lease = Lease(redis, keys, "launcher", "l1", 5)
+    await lease.hold()
+    store = JobStore(redis, keys, lease, keep_versions=2)
+    await store.apply(job(), [], [], "0-0", 0.0)
+    await redis.sadd(keys.jobs, b"\xff", "string", "gone")
+    await redis.set(keys.job("string"), "x")
+    await redis.hset(keys.job("words"), mapping={"state": b"\xff", "position": b"\xff"})
+    assert list((await store.jobs())[0]) == ["j"]
+    assert await redis.smembers(keys.jobs) == {b"\xff", b"j"}
+    await redis.sadd(keys.jobs, "string")
+    service = coordinator(redis)
+    async with running(service):
+        told = TROUBLES.faults["WRONGTYPE"]
+        await eventually(lambda: TROUBLES.faults["WRONGTYPE"] > told + 1 and service.leads)
 
 
 async def test_a_stale_leader_changes_nothing(redis: Redis, keys: Keys) -> None:

@@ -17,6 +17,7 @@ CollmError
     ├── Overloaded          429, with Retry-After
     ├── Unavailable         503, with Retry-After
     └── InternalError       500
+        └── Damaged             500, a key in Redis that somebody must repair or delete
 """
 
 from __future__ import annotations
@@ -129,3 +130,12 @@ class Unavailable(RequestError):
 
 class InternalError(RequestError):
     """Our fault."""
+
+
+class Damaged(InternalError):
+    """A key in Redis holds what nobody of CoLLM wrote there; names the key."""
+
+    code = "damaged_key"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key} is damaged; it must be repaired or deleted in the broker")

@@ -15,6 +15,7 @@ from collm_common.keys import Keys
 from collm_common.messages import AdapterRolledBack, LoadAdapter
 from collm_common.registry import Registry
 from collm_common.streams import Rows
+from collm_common.trouble import TROUBLES
 
 HISTORY_MAXLEN = 1000
 TRIES = 5
@@ -56,12 +57,15 @@ async def history(redis: Redis, keys: Keys, name: str) -> list[Turn]:
 
 
 def turns(rows: Rows) -> list[Turn]:
-    """Entries of an adapter's history."""
-    return [
-        msgspec.convert({field.decode(): value.decode() for field, value in row.items()}, Turn, strict=False)
-        for _, row in rows
-        if row
-    ]
+    """Entries of an adapter's history; damaged ones are left out."""
+    found = []
+    for entry_id, row in rows:
+        try:
+            fields = {field.decode(): value.decode() for field, value in (row or {}).items()}
+            found.append(msgspec.convert(fields, Turn, strict=False))
+        except (msgspec.ValidationError, UnicodeDecodeError) as error:
+            TROUBLES.skip(f"{entry_id.decode()} of an adapter's history", error)
+    return found
 
 
 async def roll_back(redis: Redis, keys: Keys, name: str, to: int | None, reason: str, now: float) -> Turn:

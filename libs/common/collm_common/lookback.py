@@ -15,6 +15,7 @@ from collm_common.errors import MessageError
 from collm_common.keys import Keys
 from collm_common.messages import AnyMessage, InferenceReport
 from collm_common.streams import parse
+from collm_common.trouble import contained, readable, written
 
 log = logging.getLogger(__name__)
 WINDOW_S = 10.0
@@ -38,7 +39,14 @@ class Recent:
         self.messages: deque[AnyMessage] = deque(maxlen=keep)
 
     async def catch_up(self) -> None:
-        """Reads at most `keep` entries, however long ago the last call was; others run in between."""
+        """Reads at most `keep` entries, however long ago the last call was; others run in between.
+
+        A key that is no stream has nothing new, until it is repaired.
+        """
+        with contained(self._key):
+            await self._catch_up()
+
+    async def _catch_up(self) -> None:
         oldest = f"({self._after}" if self._after else "-"
         rows = await self._redis.xrevrange(self._key, min=oldest, count=self._keep)
         rows.reverse()
@@ -56,8 +64,10 @@ class Recent:
 
 
 async def queues(redis: Redis, keys: Keys) -> list[Queue]:
-    """Every original stream of the cell, by name."""
-    names = sorted(name.decode() for name in await redis.smembers(keys.streams))
+    """Every original stream of the cell, by name; none where their set is damaged."""
+    names: list[str] = []
+    with contained(keys.streams):
+        names = sorted(written(keys.streams, await redis.smembers(keys.streams)))
     pairs = [name.rpartition("|")[::2] for name in names]
     lengths = await _lengths(redis, [keys.requests(model, slo) for model, slo in pairs])
     return [Queue(model, slo, length) for (model, slo), length in zip(pairs, lengths, strict=True)]
@@ -83,4 +93,5 @@ async def _lengths(redis: Redis, keys: Sequence[str]) -> list[int]:
     async with redis.pipeline(transaction=False) as pipe:
         for key in keys:
             pipe.xlen(key)
-        return list(await pipe.execute())
+        replies = await pipe.execute(raise_on_error=False)
+    return [readable(int, key, reply) or 0 for key, reply in zip(keys, replies, strict=True)]

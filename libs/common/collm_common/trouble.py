@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -87,6 +87,15 @@ def readable(read: Callable[[R], T | None], what: str, row: R | Exception) -> T 
             raise
         TROUBLES.skip(what, error)
         return None
+
+
+def written(what: str, names: Iterable[bytes]) -> Iterator[str]:
+    """The names that are UTF-8, as everything is that CoLLM writes; the others are left out."""
+    for name in names:
+        try:
+            yield name.decode()
+        except UnicodeDecodeError as error:
+            TROUBLES.skip(what, error)
 
 
 @contextmanager

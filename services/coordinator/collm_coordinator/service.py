@@ -15,6 +15,7 @@ from collm_common import latency
 from collm_common.clock import Clock
 from collm_common.latency import LatencyModel
 from collm_common.lease import Lease
+from collm_common.lookback import queues
 from collm_common.messages import (
     AnyMessage,
     InferenceReport,
@@ -26,6 +27,7 @@ from collm_common.messages import (
 )
 from collm_common.registry import Registry
 from collm_common.streams import Entry, Tail
+from collm_common.trouble import contained, written
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
 from collm_coordinator.advisor import Member, choose, demand_on, probe, rate_to_carry, slowed
@@ -101,15 +103,18 @@ class Coordinator:
 
     async def _join_waiting(self) -> None:
         """Jobs whose event nobody could hear: nobody led, or the entry was damaged."""
-        for name in await self.redis.smembers(self.keys.jobs):
-            await self._join(name.decode())
+        for name in written(self.keys.jobs, await self.redis.smembers(self.keys.jobs)):
+            await self._join(name)
 
     async def _join(self, job: str) -> None:
-        status, clients = await self.redis.hmget(self.keys.job(job), ["status", "clients"])
+        key = self.keys.job(job)
+        status, clients = None, b""
+        with contained(key):
+            status, clients = await self.redis.hmget(key, ["status", "clients"])
         if status != b"forming" or not clients:
             return
         replicas = await self._registry.replicas()
-        for number, id_ in enumerate(clients.decode().split(",")):
+        for number, id_ in enumerate(clients.decode(errors="replace").split(",")):
             info = replicas.get(id_)
             if info is None or info.state is not ReplicaState.IDLE:
                 continue
@@ -160,7 +165,7 @@ class Coordinator:
         for id_ in [id_ for id_ in self.models if id_ not in replicas]:
             del self.models[id_]
             self.metrics.forget(id_)
-        jobs = {name.decode() for name in await self.redis.smembers(self.keys.jobs)}
+        jobs = set(written(self.keys.jobs, await self.redis.smembers(self.keys.jobs)))
         for job in [job for job in self._probed if job not in jobs]:
             del self._probed[job]
         await self._configurations.restore_strays(replicas)
@@ -259,14 +264,14 @@ class Coordinator:
 
     async def _accumulation(self, job: str) -> int:
         """Micro-steps that make an optimiser step of this job; 1 where it does not say."""
-        said = await self.redis.hget(self.keys.job(job), "accumulation")
+        key, said = self.keys.job(job), None
+        with contained(key):
+            said = await self.redis.hget(key, "accumulation")
         return max(1, int(said)) if said is not None and said.isdigit() else 1
 
     async def _backlog(self, model: str) -> int:
         """Requests for `model` that no replica has yet."""
-        streams = [name.decode().rpartition("|") for name in await self.redis.smembers(self.keys.streams)]
-        waiting = [await self.redis.xlen(self.keys.requests(model, slo)) for of, _, slo in streams if of == model]
-        return sum(waiting)
+        return sum(queue.length for queue in await queues(self.redis, self.keys) if queue.model == model)
 
     async def _configure(self, replica: str, sizes: BatchSizes, reason: str) -> None:
         self._model(replica).progress.ask(sizes.train)

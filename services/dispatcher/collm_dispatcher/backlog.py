@@ -115,7 +115,7 @@ class Backlog:
             await stream.create()
             return
         for consumer in summary["consumers"]:
-            name = consumer["name"].decode()
+            name = consumer["name"].decode(errors="replace")
             if name != self._consumer:
                 await self._take(stream, await stream.claim(name, READ_COUNT))
             elif consumer["pending"] > held:

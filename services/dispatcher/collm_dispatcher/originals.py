@@ -9,15 +9,22 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from collm_common import messages
-from collm_common.errors import FencedError, InvalidRequest, Overloaded
+from collm_common.errors import Damaged, FencedError, InvalidRequest, Overloaded
 from collm_common.keys import Keys
 from collm_common.messages import Request
+from collm_common.trouble import TROUBLES
 
 APPEND = """
 -- KEYS: original stream, streams. ARGV: name in the set, most entries, most streams (0 is no bound), kind, then id and
--- data of each entry. Returns what is full: {'entries', how many} or {'streams', how many}; else {'ids', ...}
+-- data of each entry. Returns what is full: {'entries', how many} or {'streams', how many}; {'damaged', key} for one of
+-- a wrong type; else {'ids', ...}
+for key, kind in pairs({[KEYS[1]] = 'stream', [KEYS[2]] = 'set'}) do
+  local found = redis.call('TYPE', key)['ok']
+  if found ~= 'none' and found ~= kind then return {'damaged', key} end
+end
 local function over(bound, count) return tonumber(bound) > 0 and count > tonumber(bound) end
 local entries = redis.call('XLEN', KEYS[1])
 if over(ARGV[2], entries + (#ARGV - 4) / 2) then return {'entries', entries} end
@@ -98,7 +105,8 @@ class Originals:
     ) -> list[str]:
         """All of one stream, or none; their entries' ids. `configured`: the stream may always be made.
 
-        Raises Overloaded when the stream is full, InvalidRequest when clients use too many objectives of their own.
+        Raises Overloaded when the stream is full, InvalidRequest when clients use too many objectives of their own,
+        Damaged when a key is of another type.
         """
         model, slo = requests[0].model, requests[0].slo.name
         keys = [self._keys.requests(model, slo), self._keys.streams]
@@ -107,6 +115,10 @@ class Originals:
         entries = [part for request in requests for part in (request.id, messages.encode(request))]
         kind = messages.kind(requests[0])
         what, *values = await self._append(keys=keys, args=[stream_name(model, slo), *most, kind, *entries])
+        if what == b"damaged":
+            key = bytes(values[0]).decode()
+            TROUBLES.skip(key, ResponseError("WRONGTYPE: requests are refused"))
+            raise Damaged(key)
         if what == b"entries":
             raise Overloaded(
                 f"{values[0]} requests of this model and objective wait, the limit is {max_queued}",

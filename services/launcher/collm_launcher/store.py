@@ -16,6 +16,7 @@ from collm_common.keys import Keys
 from collm_common.lease import Lease
 from collm_common.lineage import numbers
 from collm_common.messages import LoadAdapter
+from collm_common.trouble import contained, written
 from collm_launcher.policy.job import Action, Job
 from collm_launcher.transaction import Stored, Transaction
 
@@ -35,12 +36,16 @@ class JobStore:
         """
         found: dict[str, Job] = {}
         positions: dict[str, str] = {}
-        for id_ in sorted(name.decode() for name in await self._redis.smembers(self._keys.jobs)):
-            state, position = await self._redis.hmget(self._keys.job(id_), ["state", "position"])
+        for id_ in sorted(written(self._keys.jobs, await self._redis.smembers(self._keys.jobs))):
+            key = self._keys.job(id_)
+            state, position = b"", b""
+            with contained(key):
+                state, position = await self._redis.hmget(key, ["state", "position"])
             try:
                 found[id_] = msgspec.msgpack.decode(state or b"", type=Job)
                 positions[id_] = (position or b"").decode()
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                found.pop(id_, None)
                 log.error("giving up job %s: its state cannot be read: %s", id_, error)
                 await self._redis.srem(self._keys.jobs, id_)
         return found, positions
@@ -104,7 +109,7 @@ class JobStore:
         async with self._redis.pipeline(transaction=True) as pipe:
             await pipe.watch(self._lease.key, self._keys.adapter(job.adapter))
             held = await pipe.get(self._lease.key)
-            if self._lease.token is None or held is None or held.decode() != self._lease.token:
+            if self._lease.token is None or held != self._lease.token.encode():
                 raise FencedError(f"another launcher leads; job {job.id} is left to it")
             rows = await pipe.hmget(self._keys.adapter(job.adapter), ["version", "published"])
             stored = Stored(int(_number(rows[0])), numbers(rows[1]), self._keep)

@@ -18,6 +18,11 @@ from collm_common.types import ReplicaState
 from collm_launcher.policy.job import Action, Announce, Clean, Forget, Job, Publish, Return, Score, Send
 
 KEEP_ENDED_S = 24 * 3600
+UNWANT = """
+-- KEYS: wanted. ARGV: adapter, job. A newer job of the same adapter stays wanted.
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
 
 
 class Stored(Struct, frozen=True):
@@ -83,7 +88,7 @@ class Transaction:
             self._pipe.srem(self._keys.jobs, job.id)
             self._pipe.srem(self._keys.paused, job.id)
             if job.wanted:
-                self._pipe.hdel(self._keys.wanted(job.model), job.adapter)
+                self._pipe.eval(UNWANT, 1, self._keys.wanted(job.model), job.adapter, job.id)
             self._pipe.expire(key, KEEP_ENDED_S)
             self._pipe.unlink(self._keys.server_state(job.id, job.version))
             self._pipe.hset(self._keys.adapter(job.adapter), "trained_s", self._now)

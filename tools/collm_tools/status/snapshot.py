@@ -49,7 +49,7 @@ async def take(redis: Redis, keys: Keys, url: str = "") -> Snapshot:
     reports = [m for m in await _recent(redis, keys.telemetry, REPORTS) if isinstance(m, InferenceReport)]
     events = [m for m in await _recent(redis, keys.events, EVENTS) if isinstance(m, Event)]
     last, lengths = latest(reports), await subflows(redis, keys, infos)
-    open_jobs = {name.decode() for name in await redis.smembers(keys.jobs)}
+    open_jobs = {name.decode(errors="replace") for name in await redis.smembers(keys.jobs)}
     jobs = {event.job: event for event in events if isinstance(event, JobChanged)}
     return Snapshot(
         time_s=now_s,

@@ -16,6 +16,7 @@ from collm_common.keys import Keys
 from collm_common.lease import Lease
 from collm_common.lineage import Turn, queue_turn
 from collm_common.messages import AdapterPublished, LoadAdapter, UnloadAdapter
+from collm_common.trouble import contained, written
 from collm_common.types import AdapterManifest, AdapterRef
 from collm_dispatcher.ingress.peft_folder import OutsideAdapter
 
@@ -34,9 +35,12 @@ class AdapterStore:
         if await lease.hold() is None:
             raise Conflict(f"adapter {name!r} is being changed at this moment", param="lora_name")
         try:
-            for job in await self._redis.smembers(self._keys.jobs):
-                if await self._redis.hget(self._keys.job(job.decode()), "adapter") == name.encode():
-                    raise Conflict(f"adapter {name!r} is being trained by {job.decode()}", param="lora_name")
+            for job in written(self._keys.jobs, await self._redis.smembers(self._keys.jobs)):
+                trains, key = None, self._keys.job(job)
+                with contained(key):
+                    trains = await self._redis.hget(key, "adapter")
+                if trains == name.encode():
+                    raise Conflict(f"adapter {name!r} is being trained by {job}", param="lora_name")
             yield
         finally:
             await lease.release()
@@ -74,7 +78,7 @@ class AdapterStore:
         """Make a stored version current for all `replicas`."""
         key, version = self._keys.adapter(ref.name), int(ref.version)
         row, parent = await self._redis.hmget(key, ["published", "version"])
-        published = f"{row.decode()},{version}" if row else str(version)
+        published = f"{row.decode(errors='replace')},{version}" if row else str(version)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.persist(self._keys.adapter_version(ref.name, version))
             pipe.hset(key, mapping={"model": model, "version": version, "last": version, "published": published})
@@ -90,7 +94,9 @@ class AdapterStore:
         """The name and all its versions; requests that have one keep it to their end."""
         key = self._keys.adapter(name)
         rows = await self._redis.hmget(key, ["published", "version"])
-        versions = {int(text) for row in rows if row for text in row.decode().split(",") if text.isdigit()}
+        versions = {
+            int(text) for row in rows if row for text in row.decode(errors="replace").split(",") if text.isdecimal()
+        }
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.srem(self._keys.adapters, name)
             pipe.hdel(key, "model", "version", "published", "trained_s")

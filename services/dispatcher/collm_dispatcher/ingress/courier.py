@@ -47,7 +47,7 @@ class Courier:
         await self._originals.announce(model, slo)
 
     async def send(self, opened: Sequence[Open], *, configured: bool) -> None:
-        """Append new requests of one stream within the bounds. Raises Overloaded, InvalidRequest, BrokerError.
+        """Append new requests of one stream within the bounds. Raises Overloaded, InvalidRequest, Damaged, BrokerError.
 
         A broker that is away is waited for; one that says it has no room is not: Unavailable.
         """
@@ -99,20 +99,22 @@ class Courier:
     async def watch(self) -> None:
         """For ever: every open request goes out again when the broker may have lost it.
 
-        A restarted broker may have lost its last second, one that lost this ingress's lease has lost everything.
+        A restarted broker may have lost its last second, one that lost this ingress's lease has lost everything,
+        unless the lease had time to run out: a broker that is full refuses to renew it.
         """
-        known, lease = "", self._keys.lease(self.ingress)
+        known, lease, renewed_s = "", self._keys.lease(self.ingress), self._clock.monotonic()
 
         async def step() -> None:
-            nonlocal known
+            nonlocal known, renewed_s
             async for _ in ticks(WATCH_S, self._clock):
                 run_id = str((await self._redis.info("server"))["run_id"])
                 remembers = await self._redis.set(lease, run_id, px=round(LEASE_S * 1000), get=True)
-                if known and (run_id != known or not remembers):
+                ran_out = self._clock.monotonic() - renewed_s >= LEASE_S
+                if known and (run_id != known or not (remembers or ran_out)):
                     log.warning("the broker may have lost requests: %d go out again", len(self._opened))
                     for open_ in self._opened:
                         open_.again()
-                known = run_id
+                known, renewed_s = run_id, self._clock.monotonic()
 
         await forever("broker", step, self._clock)
 

@@ -13,17 +13,21 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 from redis.asyncio import Redis
 
-from collm_common.errors import InvalidRequest, PayloadTooLarge, RequestError, Unavailable
+from collm_common.errors import Damaged, InvalidRequest, PayloadTooLarge, RequestError, Unavailable
 from collm_common.keys import Keys
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.exchange import SlowBody
-from collm_dispatcher.ingress.listing import Page, listed
+from collm_dispatcher.ingress.listing import Page, legible, listed
 from collm_dispatcher.ingress.objectives import tenant
 from collm_dispatcher.ingress.shares import fetch, join, place, remove, send, split
 
 PURPOSE = "fine-tune"
 CHUNK = 1 << 16
 MAX_LISTED = 10_000
+MAX_FORM_BYTES = 65_536
+"""For all that a form holds beside the file."""
+PART_BYTES = 256
+"""What a part counts even if it is empty: without it, a form could have any number of them."""
 
 
 class UnknownFile(RequestError):
@@ -56,11 +60,25 @@ class Files:
         router.add_get("/v1/files/{id}/content", self._content)
 
     async def find(self, id_: str, param: str = "id") -> dict[str, str]:
-        """What is known of a file. Raises UnknownFile."""
-        row = await self._redis.hgetall(self._keys.file(id_))
-        if not row:
-            raise UnknownFile(f"no file {id_[:80]!r}", param=param)
-        return {name.decode(): value.decode() for name, value in row.items()}
+        """What is known of a file. Raises UnknownFile, Damaged."""
+        key = self._keys.file(id_)
+        with legible(key):
+            row = await self._redis.hgetall(key)
+            if not row:
+                raise UnknownFile(f"no file {id_[:80]!r}", param=param)
+            found = {name.decode(): value.decode() for name, value in row.items()}
+            _ = found["model"]
+        return found
+
+    async def _told(self, id_: str) -> dict[str, Any]:
+        row = await self.find(id_)
+        with legible(self._keys.file(id_)):
+            return _shape(id_, row)
+
+    async def _holders(self, id_: str) -> list[str]:
+        row = await self.find(id_)
+        with legible(self._keys.file(id_)):
+            return _replicas(row)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -89,7 +107,7 @@ class Files:
             pipe.hset(self._keys.file(id_), mapping=row)
             pipe.zadd(self._keys.files, {id_: now})
             await pipe.execute()
-        return web.json_response(_shape(id_, await self.find(id_)))
+        return web.json_response(await self._told(id_))
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         page = Page.of(request.query, MAX_LISTED, MAX_LISTED)
@@ -99,19 +117,18 @@ class Files:
         data = []
         for id_ in ids:
             try:
-                data.append(_shape(id_, await self.find(id_)))
-            except UnknownFile:
+                data.append(await self._told(id_))
+            except (UnknownFile, Damaged):
                 continue
         return web.json_response(page.envelope(data, more))
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
-        id_ = request.match_info["id"]
-        return web.json_response(_shape(id_, await self.find(id_)))
+        return web.json_response(await self._told(request.match_info["id"]))
 
     async def _content(self, request: web.Request) -> web.StreamResponse:
         """The lines in their order, fetched from the replicas; all of them, or an error that names who is away."""
         id_ = request.match_info["id"]
-        replicas = _replicas(await self.find(id_))
+        replicas = await self._holders(id_)
         async with self._session() as session:
             shares = await asyncio.gather(*(self._share(session, replica, id_) for replica in replicas))
         return web.Response(body=join(shares), content_type="application/jsonl")
@@ -125,7 +142,7 @@ class Files:
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         """On every replica that has lines of it, or nothing is confirmed. What has been learnt from it stays."""
         id_ = request.match_info["id"]
-        places = [place(self._cell, replica) for replica in _replicas(await self.find(id_)) if replica]
+        places = [place(self._cell, replica) for replica in await self._holders(id_) if replica]
         async with self._session() as session:
             await asyncio.gather(*(remove(session, each, {"file": id_}) for each in places))
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -141,23 +158,30 @@ class Files:
         if not request.content_type.startswith("multipart/"):
             raise InvalidRequest("the body must be a multipart form with purpose and file", param="body")
         fields: dict[str, str] = {}
-        name, data = "", None
+        name, data, left = "", None, self._max_bytes + MAX_FORM_BYTES
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader):
                 raise InvalidRequest("the form holds another form", param="body")
-            content = await self._bounded(part)
+            content = await self._bounded(part, left)
+            left -= len(content) + PART_BYTES
             if part.name == "file":
                 name, data = _text(part.filename or "file")[:255], content
             elif part.name:
                 fields[part.name] = content[:256].decode(errors="replace")
         return fields, name, data
 
-    async def _bounded(self, part: BodyPartReader) -> bytes:
+    async def _bounded(self, part: BodyPartReader, left: int) -> bytes:
+        """The part; `left` is what the whole form may still hold."""
         found = bytearray()
         while chunk := await part.read_chunk(CHUNK):
             found += chunk
             if len(found) > self._max_bytes:
                 raise PayloadTooLarge(f"file: is over the limit of {self._max_bytes} bytes", param="file")
+            if len(found) > left:
+                break
+        if len(found) > left:
+            most = self._max_bytes + MAX_FORM_BYTES
+            raise PayloadTooLarge(f"body: the form is over the limit of {most} bytes", param="body")
         return bytes(found)
 
     def _model(self, asked: str | None) -> str:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from msgspec import Struct
+from msgspec import MsgspecError, Struct
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
-from collm_common.errors import InvalidRequest
+from collm_common.errors import Damaged, InvalidRequest
+from collm_common.trouble import TROUBLES, fault, written
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+
+
+@contextmanager
+def legible(key: str) -> Iterator[None]:
+    """What cannot be read of `key` in this block is Damaged, counted, and logged once."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, MsgspecError, ResponseError) as error:
+        if isinstance(error, ResponseError) and not fault(error):
+            raise
+        TROUBLES.skip(key, error)
+        raise Damaged(key) from error
 
 
 class Page(Struct, frozen=True):
@@ -53,4 +68,4 @@ async def listed(redis: Redis, key: str, page: Page) -> tuple[list[str], bool]:
             raise InvalidRequest(f"after: no entry {page.after[:80]!r}", param="after")
         start = int(rank) + 1
     ids = await redis.zrange(key, start, start + page.limit, desc=not page.oldest)
-    return [id_.decode() for id_ in ids[: page.limit]], len(ids) > page.limit
+    return list(written(key, ids[: page.limit])), len(ids) > page.limit

@@ -5,9 +5,11 @@ Each header has a second spelling, the one of llm-d's endpoint picker.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
+from multidict import MultiMapping
 
 from collm_common.errors import InvalidRequest, SettingsError
 from collm_common.types import Slo
@@ -21,6 +23,7 @@ LIMITS = {
 CLASS = ("x-slo-class", "x-llm-d-inference-objective")
 TENANT = "x-llm-d-inference-fairness-id"
 MAX_TENANT = 128
+NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
 
 
 def classes(configured: Mapping[str, Mapping[str, float | str]]) -> dict[str, Slo]:
@@ -36,12 +39,11 @@ def classes(configured: Mapping[str, Mapping[str, float | str]]) -> dict[str, Sl
 
 def choose(known: Mapping[str, Slo], headers: Mapping[str, str], field: str | SloLimits | None) -> Slo:
     """Headers go before the body's field. Raises InvalidRequest that names the header or field."""
-    for header in CLASS:
-        if name := headers.get(header):
-            return _named(known, name, header)
-    found = {limit: _first(headers, names) for limit, names in LIMITS.items()}
-    if any(header is not None for header in found.values()):
-        return _own({limit: _number(headers[header], header) for limit, header in found.items() if header is not None})
+    if (said := _said(headers, CLASS)) and said[1]:
+        return _named(known, said[1], said[0])
+    found = {limit: said for limit, names in LIMITS.items() if (said := _said(headers, names))}
+    if found:
+        return _own({limit: _number(text, header) for limit, (header, text) in found.items()})
     if isinstance(field, str):
         return _named(known, field, "slo")
     limits = {} if field is None else {k: v for k, v in msgspec.structs.asdict(field).items() if v is not None}
@@ -50,7 +52,7 @@ def choose(known: Mapping[str, Slo], headers: Mapping[str, str], field: str | Sl
 
 def tenant(headers: Mapping[str, str]) -> str:
     """Whose request it is, "" for everybody who does not say. Raises InvalidRequest."""
-    name = headers.get(TENANT, "")
+    _, name = _said(headers, (TENANT,)) or ("", "")
     if len(name) > MAX_TENANT:
         raise InvalidRequest(f"{TENANT}: {len(name)} characters, the limit is {MAX_TENANT}", param=TENANT)
     if name and not name.isprintable():
@@ -58,8 +60,17 @@ def tenant(headers: Mapping[str, str]) -> str:
     return name
 
 
-def _first(headers: Mapping[str, str], names: Iterable[str]) -> str | None:
-    return next((name for name in names if name in headers), None)
+def _said(headers: Mapping[str, str], names: Iterable[str]) -> tuple[str, str] | None:
+    """The spelling in which a header is there, and its value. Raises InvalidRequest where two values contradict."""
+    said: list[tuple[str, str]] = []
+    for name in names:
+        if name in headers:
+            values = headers.getall(name) if isinstance(headers, MultiMapping) else [headers[name]]
+            said += [(name, value) for value in values]
+    if len({value for _, value in said}) > 1:
+        name, value = said[-1]
+        raise InvalidRequest(f"{name}: {value[:80]!r} contradicts {said[0][0]}: {said[0][1][:80]!r}", param=name)
+    return said[0] if said else None
 
 
 def _named(known: Mapping[str, Slo], name: str, param: str) -> Slo:
@@ -76,10 +87,7 @@ def _own(limits_ms: Mapping[str, float]) -> Slo:
 
 
 def _number(text: str, header: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = float(text) if NUMBER.fullmatch(text) else 0.0
     if not 0 < value <= 3_600_000:
         raise InvalidRequest(f"{header}: {text!r} is not a number of milliseconds in (0, 3600000]", param=header)
     return value

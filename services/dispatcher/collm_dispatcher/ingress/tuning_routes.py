@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from collm_common.errors import InvalidRequest
+from collm_common.errors import Damaged, InvalidRequest
 from collm_common.lineage import Turn
 from collm_common.messages import Event, TaskFailed, UpdateUploaded
 from collm_dispatcher.ingress.body import parse
@@ -18,7 +18,7 @@ from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.exchange import read_body
 from collm_dispatcher.ingress.files import Files
 from collm_dispatcher.ingress.listing import MAX_LIMIT, Page, listed
-from collm_dispatcher.ingress.tuning_store import Tuning, TuningStore
+from collm_dispatcher.ingress.tuning_store import Tuning, TuningStore, UnknownJob
 from collm_dispatcher.ingress.unsupported import Neutral, refuse
 
 MAX_BODY = 65_536
@@ -104,7 +104,10 @@ class TuningRoutes:
         while more and len(found) <= page.limit:
             ids, more = await listed(self._redis, self._key, Page(MAX_LIMIT, after, page.oldest))
             for id_ in ids:
-                shown = _shape(await self._store.find(id_))
+                try:
+                    shown = _shape(await self._store.find(id_))
+                except (UnknownJob, Damaged):
+                    continue
                 if wanted.items() <= shown["metadata"].items():
                     found.append(shown)
                 if len(found) > page.limit:

@@ -16,12 +16,33 @@ from collm_common.errors import Conflict, InvalidRequest, MessageError, RequestE
 from collm_common.keys import Keys
 from collm_common.lineage import Turn, numbers, turns
 from collm_common.messages import Event
-from collm_dispatcher.ingress.listing import Page
+from collm_dispatcher.ingress.listing import Page, legible
 
 EVENTS_READ = 2000
 EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
 STATUS = {"done": "succeeded", "failed": "failed", "paused": "queued", "waiting": "queued"}
 ENDS = ("succeeded", "failed", "cancelled")
+
+CREATE = """
+-- KEYS: wanted, tunings, tuning. ARGV: adapter, job, its state, Unix seconds. What may be of a wrong type comes first:
+-- a refusal leaves nothing behind.
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
+redis.call('ZADD', KEYS[2], ARGV[4], ARGV[2])
+redis.call('HSET', KEYS[3], 'state', ARGV[3])
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
+
+CANCEL = """
+-- KEYS: job, wanted, paused, tuning. ARGV: adapter, job, its state. A job that is not there is not made: the launcher
+-- gives up one that is wanted no more.
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'cancel', 1)
+elseif redis.call('HGET', KEYS[2], ARGV[1]) == ARGV[2] then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+end
+redis.call('SREM', KEYS[3], ARGV[2])
+return redis.call('HSET', KEYS[4], 'state', ARGV[3])
+"""
 
 
 class UnknownJob(RequestError):
@@ -58,6 +79,7 @@ class TuningStore:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._keys = redis, keys
+        self._create, self._cancel = redis.register_script(CREATE), redis.register_script(CANCEL)
 
     async def create(self, asked: str, model: str, adapter: str, file: str, metadata: str, now: int) -> Tuning:
         """Queue a job; `adapter` "" is named after it. Raises Conflict while another job of the adapter is wanted."""
@@ -66,20 +88,24 @@ class TuningStore:
         made = Tuning(
             id=id_, asked=asked, model=model, adapter=name, training_file=file, created_at=now, metadata=metadata
         )
-        if not await self._redis.hsetnx(self._keys.wanted(model), name, id_):
+        keys = [self._keys.wanted(model), self._keys.tunings, self._keys.tuning(id_)]
+        if not await self._create(keys=keys, args=[name, id_, msgspec.json.encode(made), now]):
             raise Conflict(f"a job of {name} waits or runs already", param="suffix")
-        await self._keep(made)
         return made
 
     async def find(self, id_: str) -> Tuning:
-        """Raises UnknownJob."""
-        row = await self._redis.hget(self._keys.tuning(id_), "state")
-        if row is None:
-            raise UnknownJob(f"no job {id_[:80]!r}", param="id")
-        known = msgspec.json.decode(row, type=Tuning)
+        """Raises UnknownJob, Damaged."""
+        key = self._keys.tuning(id_)
+        with legible(key):
+            row = await self._redis.hget(key, "state")
+            if row is None:
+                raise UnknownJob(f"no job {id_[:80]!r}", param="id")
+            known = msgspec.json.decode(row, type=Tuning)
+            msgspec.json.decode(known.metadata, type=dict[str, str])
         if known.ended:
             return known
-        now = await self._now(known)
+        with legible(self._keys.job(known.id)):
+            now = await self._now(known)
         if now.ended:
             await self._keep(now)
         return now
@@ -89,15 +115,9 @@ class TuningStore:
         if known.ended:
             return known
         ended = msgspec.structs.replace(known, status="cancelled")
-        begun = await self._redis.exists(self._keys.job(known.id))
-        async with self._redis.pipeline(transaction=True) as pipe:
-            if begun:
-                pipe.hset(self._keys.job(known.id), "cancel", 1)
-            else:
-                pipe.hdel(self._keys.wanted(known.model), known.adapter)
-            pipe.srem(self._keys.paused, known.id)
-            await pipe.execute()
-        await self._keep(ended)
+        keys, id_ = self._keys, known.id
+        touched = [keys.job(id_), keys.wanted(known.model), keys.paused, keys.tuning(id_)]
+        await self._cancel(keys=touched, args=[known.adapter, id_, msgspec.json.encode(ended)])
         return ended
 
     async def pause(self, known: Tuning) -> Tuning:
@@ -167,10 +187,7 @@ class TuningStore:
         )
 
     async def _keep(self, made: Tuning) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._keys.tuning(made.id), "state", msgspec.json.encode(made))
-            pipe.zadd(self._keys.tunings, {made.id: made.created_at})
-            await pipe.execute()
+        await self._redis.hset(self._keys.tuning(made.id), "state", msgspec.json.encode(made))
 
 
 def _about(job: str, rows: streams.Rows) -> Iterator[tuple[str, Event]]:

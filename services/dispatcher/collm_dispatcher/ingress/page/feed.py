@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from collm_common.lookback import Recent, queues, subflows
 from collm_common.messages import JobChanged
+from collm_common.trouble import contained
 from collm_common.types import Slo
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.page.figures import figures
@@ -62,7 +63,9 @@ class Feed:
         jobs = list(dict.fromkeys(event.job for event in self._events.messages if isinstance(event, JobChanged)))
         shown = jobs[-SHOWN:]
         for job in shown:
-            if job not in self._trains and (name := await self._redis.hget(self._keys.job(job), "adapter")):
-                self._trains[job] = name.decode()
+            key = self._keys.job(job)
+            with contained(key):
+                if job not in self._trains and (name := await self._redis.hget(key, "adapter")):
+                    self._trains[job] = name.decode(errors="replace")
         self._trains = {job: name for job, name in self._trains.items() if job in shown}
         return self._trains
