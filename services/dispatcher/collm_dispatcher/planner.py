@@ -17,7 +17,7 @@ from collm_dispatcher.policy.balance import Balance, Limits, Plan
 from collm_dispatcher.policy.drift import Drift
 from collm_dispatcher.policy.fill import Carrier
 from collm_dispatcher.policy.micro import Release
-from collm_dispatcher.policy.outlook import Fit, Pace, fastest
+from collm_dispatcher.policy.outlook import Fit, Pace, fastest, modes
 from collm_dispatcher.policy.pacing import Mode
 from collm_dispatcher.policy.queue import DeadlineQueue
 from collm_dispatcher.policy.recall import Patience
@@ -63,7 +63,8 @@ class Planner:
         demands = self._streams.demands(streams, queued)
         busiest = max(streams, key=lambda key: demands[key].rate, default=None)
         self._read(members, streams[busiest] if busiest else None)
-        carriers = [self._carrier(member, streams, busiest) for member in members]
+        ideal = modes(self.fits.values(), streams)
+        carriers = [self._carrier(member, ideal[self.fits[member.info.id]], streams, busiest) for member in members]
         self.plan = self._balance.tick(carriers, demands)
         await self._apply(self.plan, streams[busiest] if busiest else None)
         return self.plan
@@ -88,14 +89,15 @@ class Planner:
             most = min(most, member.sizes.infer)
         return Fit(member.latency, most, member.train_batch, drift.factor if drift else 1.0)
 
-    def _carrier(self, member: Member, streams: dict[str, Stream], busiest: str | None) -> Carrier:
+    def _carrier(
+        self, member: Member, ideal: dict[str, Mode], streams: dict[str, Stream], busiest: str | None
+    ) -> Carrier:
         info, fit = member.info, self.fits[member.info.id]
-        modes = {key: fit.mode(stream) for key, stream in streams.items()}
-        mode = modes[busiest] if busiest else Mode(fit.most)
+        mode = ideal[busiest] if busiest else Mode(fit.most)
         alone = None
         if busiest and info.state is ReplicaState.COMBINED:
             alone = msgspec.structs.replace(fit, most=info.infer_batch_max, train_batch=0).mode(streams[busiest])
-        return Carrier(info.id, info.state, member.usable, mode, info.quality, modes, alone, member.train_batch)
+        return Carrier(info.id, info.state, member.usable, mode, info.quality, ideal, alone, member.train_batch)
 
     async def _apply(self, plan: Plan, busiest: Stream | None) -> None:
         for replica in plan.promote:

@@ -10,8 +10,11 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from collm_common.errors import DataError
+
+FloatArray = NDArray[np.float64]
 
 Sharing = Literal["30", "60", "100", "timeslice"]
 """The trainer's share of the SMs in percent, under MPS; or time slicing."""
@@ -22,8 +25,12 @@ PREFILL_ROWS = {"30": "30", "60": "100", "100": "100", "timeslice": "100"}
 MICRO_STEP_SLOWED_BY_PREFILL = 1310 / 596
 """A trainer of B = 4 at 30 % beside steady prefill, over the same beside steady decode (milliseconds a step, H200)."""
 
-MERGED_DECODE, MERGED_PREFILL = 0.74, 0.78
-"""Time without LoRA over time with slots, as measured: 5.0 / 6.8 to 6.1 / 8.2 ms a step, 385 / 496 ms a prefill."""
+ENGINE_S = ((1, 0.00505), (16, 0.00542), (64, 0.00602))
+"""(n, a step of the engine with adapters). The grid beside trainers was measured with a slower forerunner of it: what a
+trainer adds is taken from the grid, and added to these (H200, docs/engine.md)."""
+
+MERGED_DECODE, MERGED_PREFILL = 0.92, 0.947
+"""The engine's time without LoRA over that with it: 4.60 / 5.05 to 5.57 / 6.02 ms a step, 372 / 393 ms a prefill."""
 
 IDLE_ACTIVITY, LEAST_ACTIVITY, MOST_ACTIVITY = 0.03, 0.45, 0.61
 PREFILL_ACTIVITY = 0.9
@@ -98,7 +105,11 @@ def measured(sharing: Sharing = "30", slower: float = 1.0, most_train: int = 16)
     decode = _decode_rows()
     batches = (0, *sorted({train for share, train, _ in decode if share == sharing}))
     sizes = sorted({infer for _, _, infer in decode})
-    grid = {train: [decode["alone" if train == 0 else sharing, train, infer] for infer in sizes] for train in batches}
+    engine: FloatArray = np.interp(sizes, [n for n, _ in ENGINE_S], [step_s for _, step_s in ENGINE_S])
+    alone = np.array([decode["alone", 0, infer] for infer in sizes])
+    grid = {0: engine}
+    for train in batches[1:]:
+        grid[train] = engine + np.array([decode[sharing, train, infer] for infer in sizes]) / 1000 - alone / 1000
     return Hardware(
         decode=tuple(
             tuple(slower * value for value in _between(batches, grid, sizes, train)) for train in range(most_train + 1)
@@ -109,10 +120,10 @@ def measured(sharing: Sharing = "30", slower: float = 1.0, most_train: int = 16)
     )
 
 
-def _between(batches: Sequence[int], grid: dict[int, list[float]], sizes: Sequence[int], train: int) -> list[float]:
+def _between(batches: Sequence[int], grid: dict[int, FloatArray], sizes: Sequence[int], train: int) -> list[float]:
     wanted = range(max(sizes) + 1)
     rows = np.array([np.interp(wanted, sizes, grid[batch]) for batch in batches])
-    return [float(np.interp(train, batches, rows[:, b])) / 1000 for b in wanted]
+    return [float(np.interp(train, batches, rows[:, b])) for b in wanted]
 
 
 def _decode_rows() -> dict[tuple[str, int, int], float]:

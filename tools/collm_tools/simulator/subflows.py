@@ -13,7 +13,7 @@ from collm_dispatcher.policy.balance import Balance, Limits, Plan
 from collm_dispatcher.policy.drift import Drift
 from collm_dispatcher.policy.fill import Carrier
 from collm_dispatcher.policy.micro import Lane, MicroCycle, Release
-from collm_dispatcher.policy.outlook import Fit, Pace, fastest
+from collm_dispatcher.policy.outlook import Fit, Pace, fastest, modes
 from collm_dispatcher.policy.pacing import Mode
 from collm_dispatcher.policy.queue import DeadlineQueue, Waiting
 from collm_dispatcher.policy.recall import Patience
@@ -125,7 +125,8 @@ class Subflows:
         busiest = streams[name] if name is not None else None
         self.fits = {id_: self._fit(replica) for id_, replica in self._replicas.items()}
         self.pace = fastest(self.fits.values(), busiest)
-        carriers = [self._carrier(replica, streams, busiest) for replica in self._replicas.values()]
+        ideal = modes(self.fits.values(), streams)
+        carriers = [self._carrier(r, ideal[self.fits[r.id]], streams, name) for r in self._replicas.values()]
         self.plan = self._balance.tick(carriers, demands)
         self._follow()
         moves = self._turn(now)
@@ -149,11 +150,12 @@ class Subflows:
         train = replica.training if combined else 0
         return Fit(self._latency.get(replica.id), most, train, drift.factor if drift else 1.0)
 
-    def _carrier(self, replica: View, streams: Mapping[str, Stream], busiest: Stream | None) -> Carrier:
+    def _carrier(
+        self, replica: View, ideal: Mapping[str, Mode], streams: Mapping[str, Stream], busiest: str | None
+    ) -> Carrier:
         fit, combined = self.fits[replica.id], replica.state is ReplicaState.COMBINED
-        modes = {key: fit.mode(stream) for key, stream in streams.items()}
-        mode = fit.mode(busiest) if busiest else Mode(fit.most)
+        mode = ideal[busiest] if busiest else Mode(fit.most)
         alone = None
         if busiest and combined:
-            alone = structs.replace(fit, most=replica.most, train_batch=0).mode(busiest)
-        return Carrier(replica.id, replica.state, True, mode, replica.quality, modes, alone, fit.train_batch)
+            alone = structs.replace(fit, most=replica.most, train_batch=0).mode(streams[busiest])
+        return Carrier(replica.id, replica.state, True, mode, replica.quality, ideal, alone, fit.train_batch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache, partial
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import msgspec
 from msgspec import Struct
@@ -28,8 +28,8 @@ class Fit(Struct, frozen=True):
 
     @property
     def step(self) -> StepTime | None:
-        """T_infer(B, b) as a function of b."""
-        return None if self.model is None else partial(_step_s, self.model, self.train_batch, self.scale)
+        """T_infer(B, b) as a function of b, up to `most`."""
+        return None if self.model is None else _steps(self.model, self.train_batch, self.scale, self.most).__getitem__
 
     def shape(self, stream: Stream) -> Shape:
         """What the stream's requests cost here."""
@@ -48,7 +48,13 @@ class Fit(Struct, frozen=True):
             return None
         own_s = self.scale * self.model.prefill_s(stream.computed * prompt_tokens)
         own = msgspec.structs.replace(shape, prefill_s=own_s)
+        b = min(b, self.most)
         return Expected(first_s(step, own, b), token_s(step, shape, b), self.scale)
+
+
+def modes(fits: Iterable[Fit], streams: Mapping[str, Stream]) -> dict[Fit, dict[str, Mode]]:
+    """The ideal modes by stream, worked out once for replicas that are alike."""
+    return {fit: {key: fit.mode(stream) for key, stream in streams.items()} for fit in dict.fromkeys(fits)}
 
 
 class Pace(Struct, frozen=True):
@@ -79,11 +85,15 @@ def fastest(fits: Iterable[Fit], stream: Stream | None) -> Pace | None:
     if stream is None:
         return None
     paces: list[Pace] = []
-    for fit in fits:
-        if fit.model is None or fit.step is None:
+    for fit in dict.fromkeys(fits):
+        if fit.model is None:
             return None
-        paces.append(_pace(fit.model, fit.step, fit, stream))
-    return min(paces, key=lambda pace: _whole_s(pace, stream.prompt_tokens), default=None)
+        paces.append(_pace(fit, fit.shape(stream), stream.slo))
+    tokens = stream.computed * stream.prompt_tokens
+    best = min(paces, key=lambda pace: _whole_s(pace, tokens), default=None)
+    if best is None:
+        return None
+    return msgspec.structs.replace(best, prefill_s_per_token=stream.computed * best.prefill_s_per_token)
 
 
 @lru_cache(maxsize=4096)
@@ -91,17 +101,20 @@ def _mode(fit: Fit, shape: Shape, slo: Slo) -> Mode:
     return serving_mode(fit.step, shape, [slo], fit.most)
 
 
-def _step_s(model: LatencyModel, train_batch: int, scale: float, b: int) -> float:
-    return scale * model.iteration_s(train_batch, b)
+@lru_cache(maxsize=1024)
+def _steps(model: LatencyModel, train_batch: int, scale: float, most: int) -> tuple[float, ...]:
+    return tuple(scale * model.iteration_s(train_batch, b) for b in range(most + 1))
 
 
-def _pace(model: LatencyModel, step: StepTime, fit: Fit, stream: Stream) -> Pace:
-    shape = fit.shape(stream)
-    b = fit.mode(stream).b
+@lru_cache(maxsize=4096)
+def _pace(fit: Fit, shape: Shape, slo: Slo) -> Pace:
+    """Of a request of which every prompt token has to be computed."""
+    step, b = fit.step, _mode(fit, shape, slo).b
+    assert fit.model is not None
+    assert step is not None
     own_s = first_s(step, shape, b) - step(b)
     stretch = own_s / shape.prefill_s if shape.prefill_s > 0 else 1.0
-    prompt_token_s = stretch * fit.scale * stream.computed * model.prefill_s_per_token
-    return Pace(prompt_token_s, token_s(step, shape, b), shape.output_tokens)
+    return Pace(stretch * fit.scale * fit.model.prefill_s_per_token, token_s(step, shape, b), shape.output_tokens)
 
 
 def _whole_s(pace: Pace, prompt_tokens: float) -> float:

@@ -17,7 +17,8 @@ LEAD = 16
 """How many more requests than the least served flow another may have had, while both wait."""
 
 Place = tuple[str, str]
-Turn = tuple[float, float, str, str]
+Turn = tuple[int, float, float, str, str]
+"""(octave of the cost, deadline, arrival, key, entry)."""
 
 
 class Waiting(Struct, frozen=True):
@@ -51,6 +52,14 @@ class Waiting(Struct, frozen=True):
             return inf
         return self.deadline_s if self.latest_s is None else min(self.deadline_s, self.latest_s)
 
+    @property
+    def octave(self) -> int:
+        """Of its prompt, where a late answer is refused: what cannot all be in time goes cheapest first.
+
+        0 where it is served late too: there, cheapest first would only make the expensive ones later and later.
+        """
+        return 0 if self.slo.late == "serve" else self.prompt_tokens.bit_length()
+
 
 class Flow:
     """The requests of one tenant on one stream; `served` grows with each one that is picked.
@@ -69,9 +78,9 @@ class Flow:
 class DeadlineQueue:
     """Earliest deadline first among the flows that are not more than `lead` requests ahead of the least served one.
 
-    While there is room for all nobody is ahead, and the order is by deadline alone. A late request goes behind all
-    others. If its class says so, it goes out (`shed`) as soon as it can only be late: its place is worth more to
-    others. At most MAX_FLOWS flows are told apart, further tenants share one.
+    While there is room for all nobody is ahead. Inside a flow that refuses late answers, cheaper octaves come before
+    the deadline. A late request goes behind all others. If its class says so, it goes out (`shed`) as soon as it can
+    only be late: its place is worth more to others. At most MAX_FLOWS flows are told apart, further tenants share one.
     """
 
     def __init__(self, lead: int = LEAD) -> None:
@@ -169,7 +178,7 @@ class DeadlineQueue:
             return None if late is None else self._take(late, late.late.popleft())
         most = min([flow.served for flow in heads]) + self._lead
         chosen = min([flow for flow in heads if flow.served <= most], key=_head)
-        _, _, key, entry_id = heapq.heappop(chosen.heap)
+        *_, key, entry_id = heapq.heappop(chosen.heap)
         return self._take(chosen, (key, entry_id))
 
     def _take(self, flow: Flow, place: Place) -> Waiting:
@@ -209,7 +218,7 @@ class DeadlineQueue:
         if item.place in self._late:
             flow.late.appendleft(item.place)
         else:
-            heapq.heappush(flow.heap, (item.deadline_s, item.arrival_s, *item.place))
+            heapq.heappush(flow.heap, (item.octave, item.deadline_s, item.arrival_s, *item.place))
 
     def _flow(self, stream: str, tenant: str) -> Flow:
         """The flow of a tenant; the shared one when there are too many."""
@@ -227,7 +236,7 @@ class DeadlineQueue:
             flow.late.popleft()
             flow.stale -= 1
         while flow.heap:
-            place = (flow.heap[0][2], flow.heap[0][3])
+            place = flow.heap[0][3:]
             if self._waits(place) and place not in self._late:
                 return
             heapq.heappop(flow.heap)
@@ -237,5 +246,5 @@ class DeadlineQueue:
         return place in self._items and place not in self._picked
 
 
-def _head(flow: Flow) -> Turn:
-    return flow.heap[0]
+def _head(flow: Flow) -> tuple[float, float, str, str]:
+    return flow.heap[0][1:]

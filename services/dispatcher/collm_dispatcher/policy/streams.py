@@ -14,6 +14,8 @@ from collm_dispatcher.policy.pacing import Shape
 MEMORY_S = 30.0
 PROMPT_WEIGHT = 0.05
 QUANTILES = 10
+ANSWERS = 16
+"""What is known of the lengths is brought up to date after so many new answers: every mode follows from it."""
 
 
 class Stream:
@@ -31,6 +33,8 @@ class Stream:
         self.forecast = Forecast()
         self.arrivals = 0
         self._typical = Shape()
+        self._answers = 0
+        self._shapes: dict[tuple[float, float], Shape] = {}
 
     def arrived(self, slo: Slo, prompt_tokens: int, now_s: float) -> None:
         """A request came in."""
@@ -42,6 +46,7 @@ class Stream:
     def answered(self, tokens: int, cached_tokens: int) -> None:
         """An answer of one of its requests ended."""
         self.lengths.observe(tokens)
+        self._answers += 1
         self.cached_tokens += PROMPT_WEIGHT * (cached_tokens - self.cached_tokens)
 
     @property
@@ -53,15 +58,27 @@ class Stream:
         """So much time has passed: what was learned since then counts from now on."""
         self.forecast.observe(self.arrivals, elapsed_s)
         self.arrivals = 0
-        if self.lengths.known:
+        self._shapes.clear()
+        if self._answers >= ANSWERS and self.lengths.known:
+            self._answers = 0
             self._typical = Shape(0.0, _coarse(self.lengths.mean), self.lengths.quantiles(QUANTILES))
 
     def shape(self, prefill_s_per_token: float, output_tokens: float) -> Shape:
-        """The shape of its requests; `output_tokens` is what to expect until enough answers were seen."""
+        """The shape of its requests; `output_tokens` is what to expect until enough answers were seen.
+
+        It stays as it is until the next `observe`.
+        """
+        known = self._shapes.get((prefill_s_per_token, output_tokens))
+        if known is not None:
+            return known
         prefill_s = prefill_s_per_token * _coarse(self.computed * self.prompt_tokens)
-        if not self._typical.lengths:
-            return Shape(prefill_s, output_tokens)
-        return Shape(prefill_s, self._typical.output_tokens, self._typical.lengths)
+        if self._typical.lengths:
+            shape = Shape(prefill_s, self._typical.output_tokens, self._typical.lengths)
+        else:
+            shape = Shape(prefill_s, output_tokens)
+        if self.prompt_tokens:
+            self._shapes[prefill_s_per_token, output_tokens] = shape
+        return shape
 
 
 class Streams:
