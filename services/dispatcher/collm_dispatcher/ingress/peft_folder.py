@@ -90,7 +90,7 @@ def _config(data: bytes) -> _Config:
 
 def _modules(data: bytes, rank: int) -> tuple[str, ...]:
     try:
-        shapes = {name: tuple(about["shape"]) for name, about in deserialize(data)}
+        shapes = {name: tuple(about["shape"]) for name, about in deserialize(data)}  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise AdapterError(f"{TENSORS}: {error}") from error
     if not shapes:
