@@ -1,7 +1,7 @@
-"""The engine beside Hugging Face `generate` on this machine's CPU, and its step time under a long queue.
+"""The engine on this machine's CPU: beside Hugging Face `generate`, under a long queue, and with a known prefix.
 
-Both run the same model, weights, threads and batch, in turns; the greedy tokens of both are compared. Prints a table
-and, with --out, writes JSON.
+Everything that is compared runs in turns, with the same model, weights and threads; the greedy tokens of engine and
+`generate` are compared too. Prints a table and, with --out, writes JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import argparse
 import json
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ from transformers import AutoModelForCausalLM
 from collm_common.messages import Delta, Request
 from collm_common.types import SamplingParams, Slo
 from collm_replica.engine.config import EngineConfig
+from collm_replica.engine.core import EngineCore
 from collm_replica.engine.engine import Engine
+from collm_replica.engine.fake import FakeEngine
 from collm_replica.models import load_tokenizer, resolve
 from collm_tools.stack.model import demo_model
 
 BATCH, PROMPT, ANSWER, ROUNDS = 8, 64, 32, 3
-QUEUES, QUEUE_STEPS = (1000, 8000), 12
+QUEUES, QUEUED_PROMPT, QUEUED_ANSWER = (1000, 8000), 16, 4
+SHARED, PREFIX_PROMPT = 450, 500
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int) -> Request:
@@ -40,6 +45,12 @@ def request(name: str, prompt: Sequence[int], max_tokens: int) -> Request:
         arrival_s=0.0,
         deadline_s=1.0,
     )
+
+
+def draw(generator: torch.Generator, count: int, tokens: int) -> list[list[int]]:
+    """Prompts that nobody has seen before."""
+    prompts: list[list[int]] = torch.randint(100, 10_000, (count, tokens), generator=generator).tolist()
+    return prompts
 
 
 def engine_tokens(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], float]:
@@ -71,14 +82,73 @@ def generate_tokens(model: Any, prompts: Sequence[Sequence[int]]) -> tuple[list[
     return out[:, PROMPT:].tolist(), time.perf_counter() - started_s
 
 
-def queue_step_ms(engine: Engine, waiting: int, prompt: Sequence[int]) -> float:
-    """Median decode step with a full batch and `waiting` more requests behind it."""
-    for number in range(BATCH + waiting):
-        engine.add(request(f"q{number}", prompt, QUEUE_STEPS + 8))
-    steps = [engine.step() for _ in range(QUEUE_STEPS + 4)]
-    for number in range(BATCH + waiting):
-        engine.cancel(f"q{number}")
-    return statistics.median(step.duration_s for step in steps if step.prefill_tokens == 0) * 1e3
+class Crowd:
+    """An engine whose batch is full and behind which requests wait: as many come as begin."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self._numbers = count()
+        self._names: deque[str] = deque()
+
+    def wait(self, waiting: int) -> None:
+        """Have so many wait. The last to come are the first to go."""
+        while self.engine.waiting < waiting:
+            number = next(self._numbers)
+            prompt = [(number * 7919 + at) % 10_000 + 100 for at in range(QUEUED_PROMPT)]
+            self._names.append(f"q{number}")
+            self.engine.add(request(self._names[-1], prompt, QUEUED_ANSWER + number % 8))
+        while self.engine.waiting > waiting:
+            self.engine.cancel(self._names.pop())
+
+    def step_s(self, waiting: int) -> float:
+        """CPU time of this thread for one step and the arrivals that go with it."""
+        started_s = time.thread_time()
+        self.engine.step()
+        self.wait(waiting)
+        return time.thread_time() - started_s
+
+    def leave(self) -> None:
+        """Cancel everybody."""
+        while self._names:
+            self.engine.cancel(self._names.pop())
+        while self.engine.has_work:
+            self.engine.step()
+
+
+def queue_steps_ms(engine: EngineCore, rounds: int, steps: int) -> dict[int, float]:
+    """Median CPU milliseconds of a step by how many wait."""
+    crowd = Crowd(engine)
+    found: dict[int, list[float]] = {waiting: [] for waiting in QUEUES}
+    for round_ in range(rounds):
+        for waiting in QUEUES if round_ % 2 else reversed(QUEUES):
+            crowd.wait(waiting)
+            for _ in range(BATCH):
+                crowd.step_s(waiting)
+            found[waiting] += [crowd.step_s(waiting) for _ in range(steps)]
+    crowd.leave()
+    return {waiting: statistics.median(times) * 1e3 for waiting, times in found.items()}
+
+
+def first_token_s(engine: Engine, name: str, prompt: Sequence[int]) -> float:
+    """Seconds from the arrival to the first token, in an engine without other work."""
+    started_s = time.perf_counter()
+    engine.add(request(name, prompt, 1))
+    while not any(isinstance(reply, Delta) for reply in engine.step().replies):
+        pass
+    return time.perf_counter() - started_s
+
+
+def prefix_ttft_ms(engine: Engine, rounds: int) -> dict[str, float]:
+    """Median time to the first token of prompts that are new, and of those that begin like an earlier one."""
+    generator = torch.Generator().manual_seed(1)
+    [shared] = draw(generator, 1, SHARED)
+    first_token_s(engine, "first", shared)
+    found: dict[str, list[float]] = {"new": [], "known": []}
+    for _ in range(rounds):
+        [new], [rest] = draw(generator, 1, PREFIX_PROMPT), draw(generator, 1, PREFIX_PROMPT - SHARED)
+        found["new"].append(first_token_s(engine, "new", new))
+        found["known"].append(first_token_s(engine, "known", [*shared, *rest]))
+    return {name: statistics.median(times) * 1e3 for name, times in found.items()}
 
 
 def main() -> None:
@@ -97,10 +167,10 @@ def main() -> None:
     config = EngineConfig(max_batch=BATCH, step_tokens=BATCH * PROMPT, max_waiting=2 * max(QUEUES))
     engine = Engine(served, load_tokenizer(folder), config)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(100, 10_000, (BATCH, PROMPT), generator=generator).tolist()
     times: dict[str, list[float]] = {"engine": [], "generate": []}
     same = True
     for round_ in range(ROUNDS + 1):
+        prompts = draw(generator, BATCH, PROMPT)
         wanted, generate_s = generate_tokens(reference, prompts)
         got, engine_s = engine_tokens(engine, prompts)
         same &= got == wanted
@@ -108,21 +178,27 @@ def main() -> None:
             times["engine"].append(engine_s)
             times["generate"].append(generate_s)
     rates = {name: BATCH * ANSWER / statistics.median(values) for name, values in times.items()}
-    queues = {waiting: queue_step_ms(engine, waiting, prompts[0]) for waiting in QUEUES}
+    host = FakeEngine(config)
+    queues = {"step": queue_steps_ms(engine, 6, 12), "host": queue_steps_ms(host, 6, 400)}
+    growth = {name: medians[QUEUES[-1]] / medians[QUEUES[0]] for name, medians in queues.items()}
+    ttft = prefix_ttft_ms(engine, 9)
     result = {
         "tokens_per_s": rates,
         "ratio": rates["engine"] / rates["generate"],
         "same_tokens": same,
-        "step_ms_by_waiting": queues,
-        "growth": queues[QUEUES[-1]] / queues[QUEUES[0]],
+        "step_cpu_ms_by_waiting": queues,
+        "growth": growth,
+        "ttft_ms": ttft,
         "threads": arguments.threads,
         "torch": torch.__version__,
     }
     print(f"{BATCH} sequences, {PROMPT} in, {ANSWER} out, {arguments.threads} threads, float32")
     print(f"engine {rates['engine']:.1f}, generate {rates['generate']:.1f} tokens/s: {result['ratio']:.2f} x")
     print(f"same greedy tokens: {same}")
-    print(*(f"{waiting} waiting: {step_ms:.1f} ms a step" for waiting, step_ms in queues.items()), sep=", ", end="")
-    print(f": {result['growth']:.2f} x")
+    for name, medians in queues.items():
+        told = ", ".join(f"{waiting} waiting: {step_ms:.3f} ms" for waiting, step_ms in medians.items())
+        print(f"CPU time of a {name if name == 'step' else 'step without the model'}: {told}: {growth[name]:.2f} x")
+    print(f"first token of {PREFIX_PROMPT}: {ttft['new']:.0f} ms, with {SHARED} known: {ttft['known']:.0f} ms")
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     raise SystemExit(0 if same else 1)
