@@ -48,12 +48,12 @@ def plan(
 
 async def run_load(
     offers: Sequence[Offer],
-    target: Target,
+    target: Target | Callable[[], Target],
     *,
     max_in_flight: int = 1000,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
-    """Play the plan; one record for each offer, in its order.
+    """Play the plan; one record for each offer, in its order. A `target` that may change is asked for each time.
 
     A request that would be one too many in flight is not sent and counts as failed. Returns when the last has
     ended, which the target's timeout bounds.
@@ -69,7 +69,8 @@ async def run_load(
                 if len(pending) >= max_in_flight:
                     slots.append(_dropped(offer, max_in_flight, on_done))
                     continue
-                task = asyncio.create_task(_one(session, target, offer, on_done))
+                now = target if isinstance(target, Target) else target()
+                task = asyncio.create_task(_one(session, now, offer, on_done))
                 pending.add(task)
                 task.add_done_callback(pending.discard)
                 slots.append(task)
