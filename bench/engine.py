@@ -328,7 +328,9 @@ def stalls(bench: Bench) -> Result:
             bench.engine.step()
         quiet = [bench.engine.step().duration_s * 1e3 for _ in range(30)]
         for number in range(2):
-            bench.engine.add(request(f"long {number}", prompt_of(8000, number), 4, adapter=True))
+            # Not the prompts of the size before: their keys and values may still be there.
+            prompt = prompt_of(8000, 1000 * step_tokens + number)
+            bench.engine.add(request(f"long {number}", prompt, 4, adapter=True))
         steps = min(120, 2 * 8000 // (step_tokens - 32) + 6)
         busy = [bench.engine.step().duration_s * 1e3 for _ in range(steps)]
         for name in [*(str(number) for number in range(32)), "long 0", "long 1"]:
