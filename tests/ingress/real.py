@@ -15,6 +15,7 @@ from collm_common.clock import SystemClock
 from collm_common.keys import Keys
 from collm_common.messages import LoadAdapter, UnloadAdapter
 from collm_common.streams import Tail
+from collm_common.tracing import UNTRACED, Tracer
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.adapters import decode
 from collm_replica.serving import Serving
@@ -28,7 +29,9 @@ DIGEST = "d" * 16
 
 
 @asynccontextmanager
-async def real_front(redis: Redis, keys: Keys, folder: Path, **changes: Any) -> AsyncIterator[tuple[Front, Serving]]:
+async def real_front(
+    redis: Redis, keys: Keys, folder: Path, spans: Tracer = UNTRACED, **changes: Any
+) -> AsyncIterator[tuple[Front, Serving]]:
     """`changes` are of the ingress; model `m` is served from `folder` by replica r1 with context 128 and 3 slots."""
     await register(redis, keys, context_tokens=128, base_digest=DIGEST)
     serving = Serving(
@@ -38,12 +41,16 @@ async def real_front(redis: Redis, keys: Keys, folder: Path, **changes: Any) -> 
         AdapterFeed(redis, keys, DIGEST, decode),
         CpuUtilisation(),
         SystemClock(),
+        spans,
     )
     running = asyncio.create_task(serving.run())
     listener = asyncio.create_task(_obey(redis, keys, serving))
     try:
         async with AsyncExitStack() as stack:
-            yield await stack.enter_async_context(front(redis, keys, folder, replicas=0, **changes)), serving
+            yield (
+                await stack.enter_async_context(front(redis, keys, folder, replicas=0, spans=spans, **changes)),
+                serving,
+            )
     finally:
         listener.cancel()
         serving.drain()

@@ -19,6 +19,7 @@ from collm_common.clock import SystemClock
 from collm_common.keys import Keys
 from collm_common.messages import Cancel
 from collm_common.streams import Tail
+from collm_common.tracing import UNTRACED, Tracer
 from collm_dispatcher.dispatch import Dispatch, dispatching
 from collm_dispatcher.ingress.service import Ingress, ingress
 from collm_replica.serving import Serving
@@ -72,7 +73,14 @@ def text(prompt: Any = "abc", **fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def front(
-    redis: Redis, keys: Keys, folder: Path, *, replicas: int = 1, step_s: float = 0.0, **changes: Any
+    redis: Redis,
+    keys: Keys,
+    folder: Path,
+    *,
+    replicas: int = 1,
+    step_s: float = 0.0,
+    spans: Tracer = UNTRACED,
+    **changes: Any,
 ) -> AsyncIterator[Front]:
     """`replicas` of model `m` (r1, r2, …), an ingress on a free port and a dispatch loop with a dispatcher's rights."""
     settings = dispatcher_settings(models={"m": str(folder)}, host="127.0.0.1", **changes)
@@ -88,7 +96,7 @@ async def front(
             running[id_] = serving
         own = await stack.enter_async_context(as_user(redis, "dispatcher"))
         dispatch = await stack.enter_async_context(dispatching(settings, own, "d1", clock))
-        inside = await stack.enter_async_context(ingress(settings, own, clock))
+        inside = await stack.enter_async_context(ingress(settings, own, clock, spans))
         http = aiohttp.ClientSession(f"http://127.0.0.1:{inside.port}")
         stack.push_async_callback(http.close)
         yield Front(inside, http, running, dispatch)

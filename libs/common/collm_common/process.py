@@ -53,7 +53,7 @@ def serve(
     except CollmError as error:
         print(f"collm-{service}: {error}", file=sys.stderr)
         sys.exit(2)
-    logs.setup(title(settings) if title else service, settings.log_level)
+    logs.setup(title(settings) if title else service, settings.log_level, settings.log_json)
     try:
         uvloop.run(live(settings))
     except CollmError as error:

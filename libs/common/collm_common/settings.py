@@ -18,11 +18,16 @@ FOR_TESTS = "TEST"
 
 
 class Common(Struct, frozen=True, kw_only=True):
-    """What every service needs: COLLM_REDIS_URL, COLLM_KEY_PREFIX and COLLM_LOG_LEVEL."""
+    """What every service needs: COLLM_REDIS_URL, COLLM_KEY_PREFIX and COLLM_LOG_LEVEL.
+
+    COLLM_LOG_JSON makes a JSON object of every log line; COLLM_OTLP_ENDPOINT is where spans go, "" for none.
+    """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
     key_prefix: str = "{collm}:"
     log_level: str = "INFO"
+    log_json: bool = False
+    otlp_endpoint: str = ""
 
     @property
     def keys(self) -> Keys:

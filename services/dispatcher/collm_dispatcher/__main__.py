@@ -15,6 +15,7 @@ from collm_common.clock import SystemClock
 from collm_common.errors import SettingsError
 from collm_common.process import serve, stop_on_signals, unless_stopped
 from collm_common.settings import load
+from collm_common.tracing import tracer
 from collm_dispatcher.dispatch import dispatching
 from collm_dispatcher.ingress.greeting import greet
 from collm_dispatcher.ingress.service import Ingress, ingress
@@ -36,7 +37,8 @@ async def live(settings: DispatcherSettings, role: str) -> None:
         if role in ("all", "dispatch"):
             tasks += (await stack.enter_async_context(dispatching(settings, redis, holder, clock))).tasks
         if role in ("all", "ingress"):
-            front = await unless_stopped(stop, stack.enter_async_context(ingress(settings, redis, clock)))
+            spans = tracer("dispatcher", holder, settings.otlp_endpoint)
+            front = await unless_stopped(stop, stack.enter_async_context(ingress(settings, redis, clock, spans)))
             if front is None:
                 return
             tasks += front.tasks

@@ -20,6 +20,7 @@ from collm_common.clock import SystemClock
 from collm_common.errors import AdapterError, BrokerError, BrokerFault
 from collm_common.messages import Cancel, Configure, LoadAdapter, Request, UnloadAdapter
 from collm_common.settings import load
+from collm_common.tracing import tracer
 from collm_common.types import AdapterRef, SamplingParams, Slo
 from collm_replica.adapter_feed import AdapterFeed, Decode, Loaded
 from collm_replica.channel import (
@@ -196,7 +197,8 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
     log.info("ready to serve after %.1f s", time.monotonic() - started_s)
     async with connection(settings.redis_url) as redis:
         feed = AdapterFeed(redis, settings.keys, digest, loadout.decode)
-        serving = Serving(settings, redis, loadout.engine, feed, loadout.utilisation, SystemClock())
+        spans = tracer("replica", settings.id, settings.otlp_endpoint)
+        serving = Serving(settings, redis, loadout.engine, feed, loadout.utilisation, SystemClock(), spans)
         await restore(serving, feed, settings)
         ready = Ready(
             base_digest=digest,
@@ -217,7 +219,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = load(ReplicaSettings, "replica")
-    logs.setup(f"replica {settings.id} inference", settings.log_level)
+    logs.setup(f"replica {settings.id} inference", settings.log_level, settings.log_json)
     try:
         uvloop.run(run(settings, int(sys.argv[1]), int(sys.argv[2])))
     except BrokerError as error:

@@ -18,6 +18,7 @@ from collm_common.keys import Keys
 from collm_common.messages import Done, Expected, Failed, Replies, Reply
 from collm_common.requeue import GROUP, REPLIES_MAXLEN, REPLIES_TTL_S
 from collm_common.types import AdapterRef
+from collm_replica.traces import Trace
 
 log = logging.getLogger(__name__)
 MAX_BACKLOG = 256
@@ -27,7 +28,7 @@ PATIENCE_S = 600.0
 class Open(Struct, frozen=True):
     """A request that is here: the entry to acknowledge, the ingress that waits, and what is expected of it.
 
-    `adapter` is what answered it, once its text has ended.
+    `adapter` is what answered it, once its text has ended; `trace` are its spans.
     """
 
     entry_id: str
@@ -36,6 +37,7 @@ class Open(Struct, frozen=True):
     slo: str = ""
     expected: Expected | None = None
     adapter: AdapterRef | None = None
+    trace: Trace | None = None
 
 
 class Outbox:

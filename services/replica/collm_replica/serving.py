@@ -20,6 +20,7 @@ from collm_common.messages import Done, Expected, Failed, Request
 from collm_common.requeue import GROUP
 from collm_common.retry import once
 from collm_common.streams import AckPolicy, Entry, WorkQueue
+from collm_common.tracing import UNTRACED, Tracer
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.engine.guide import Guide
 from collm_replica.engine.protocol import InferenceEngine, Staged
@@ -28,6 +29,7 @@ from collm_replica.reports import Reports
 from collm_replica.schemas import Schemas
 from collm_replica.settings import ReplicaSettings
 from collm_replica.telemetry import Utilisation
+from collm_replica.traces import Traces
 from collm_replica.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Serving:
         feed: AdapterFeed,
         utilisation: Utilisation,
         clock: Clock,
+        tracer: Tracer = UNTRACED,
     ) -> None:
         self.settings, self.redis, self.engine = settings, redis, engine
         self.clock, self.keys = clock, settings.keys
@@ -66,6 +69,7 @@ class Serving:
         self._schemas = Schemas(engine.guide)
         self.steps = 0
         self.draining = False
+        self._traces = Traces(tracer, self.keys.subflow(settings.id), clock)
         self._outbox = Outbox(redis, self.keys, settings.id)
         self._open: dict[str, Open] = {}
         self._between_steps: deque[Callable[[], None]] = deque()
@@ -107,6 +111,8 @@ class Serving:
             self._forget_parked(request_id)
             if (open_ := self._open.pop(request_id, None)) is not None:
                 self._forget.append(open_.entry_id)
+                if open_.trace is not None:
+                    open_.trace.failed("cancelled")
 
         self.between_steps(act)
 
@@ -160,6 +166,8 @@ class Serving:
                 if isinstance(reply, Done):
                     reply = msgspec.structs.replace(reply, expected=open_.expected, replica=self.settings.id)
                     self.reports.answered(open_, reply)
+                if open_.trace is not None and final:
+                    open_.trace.end(reply)
                 addressed.append((open_, reply))
         forget, self._forget, self._refused = self._forget, [], []
         await self._outbox.put(addressed, forget)
@@ -244,8 +252,15 @@ class Serving:
                 self.engine.discard(pinned.ref)
         if here is not None:
             self._forget.append(here.entry_id)
+            if here.trace is not None:
+                here.trace.failed("replaced")
         self._open[request.id] = Open(
-            arrival.entry_id, request.ingress, request.attempt, request.slo.name, arrival.expected
+            arrival.entry_id,
+            request.ingress,
+            request.attempt,
+            request.slo.name,
+            arrival.expected,
+            trace=self._traces.begin(request),
         )
 
     def _park(self, arrival: Arrival) -> None:

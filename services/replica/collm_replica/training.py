@@ -83,7 +83,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = load(ReplicaSettings, "replica")
     os.nice(settings.finetune_nice)
-    logs.setup(f"replica {settings.id} training", settings.log_level)
+    logs.setup(f"replica {settings.id} training", settings.log_level, settings.log_json)
     uvloop.run(run(settings, int(sys.argv[1]), int(sys.argv[2])))
 
 

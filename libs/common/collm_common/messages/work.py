@@ -17,7 +17,7 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
 
     `adapter` is "" for the base model; `version` pins it, None takes what is current at admission.
     `tenant` is whose it is, for fairness. `reference` tokens are scored (never sampled) under the same
-    adapter version once the answer is complete.
+    adapter version once the answer is complete. `traceparent` is W3C's, of the span that appended it; "" for none.
     """
 
     id: RequestId
@@ -34,6 +34,7 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
     tenant: Tenant = ""
     arrival_s: float
     deadline_s: float
+    traceparent: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Freed(Message, frozen=True, kw_only=True, tag="freed"):

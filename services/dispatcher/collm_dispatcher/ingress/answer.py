@@ -15,6 +15,7 @@ from collm_common.clock import Clock
 from collm_common.errors import BrokerError, BrokerFault, InternalError, InvalidRequest, RequestError, Unavailable
 from collm_common.keys import Keys
 from collm_common.messages import Delta, Done, Failed, Request
+from collm_common.tracing import UNTRACED, Span
 from collm_common.types import AdapterRef, SamplingParams, Slo
 from collm_dispatcher.ingress import objectives
 from collm_dispatcher.ingress.body import MAX_CHOICES, SEEDS, ChatBody, CompletionBody
@@ -57,15 +58,29 @@ class Answers:
             for slo in self._classes:
                 await self._courier.announce(model, slo)
 
-    async def accept(self, body: ChatBody | CompletionBody, headers: Mapping[str, str]) -> Response:
-        """Check, count, append. Raises RequestError; then nothing is open."""
+    async def accept(
+        self, body: ChatBody | CompletionBody, headers: Mapping[str, str], span: Span = UNTRACED
+    ) -> Response:
+        """Check, count, append; `span` ends with that. Raises RequestError; then nothing is open."""
+        try:
+            response = await self._accept(body, headers, span.parent)
+        except BaseException as error:
+            span.end(error=error.code if isinstance(error, RequestError) else type(error).__name__)
+            raise
+        span.end()
+        return response
+
+    async def _accept(self, body: ChatBody | CompletionBody, headers: Mapping[str, str], traceparent: str) -> Response:
         arrived_s, arrival_s = self._clock.monotonic(), self._clock.now()
         target = self._directory.find(body.model)
         slo = objectives.choose(self._classes, headers, body.slo)
         text = self._tokenizers[target.model]
         prompts = await text.prompts(body)
         tenant = objectives.tenant(headers)
-        opened = await self._open(await self._requests(body, target, slo, tenant, prompts, arrival_s))
+        requests = await self._requests(body, target, slo, tenant, prompts, arrival_s)
+        if traceparent:
+            requests = [msgspec.structs.replace(request, traceparent=traceparent) for request in requests]
+        opened = await self._open(requests)
         shape = Shape(
             chat=isinstance(body, ChatBody),
             id_=opened[0].request.id,

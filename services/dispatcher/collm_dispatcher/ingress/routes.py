@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from collm_common import logs
 from collm_common.broker import AWAY
 from collm_common.errors import InternalError, RequestError, Unavailable, UnknownModel
 from collm_common.messages import Delta
+from collm_common.tracing import UNTRACED, Tracer
 from collm_common.trouble import TROUBLES, fault
 from collm_dispatcher.ingress import openapi, render
 from collm_dispatcher.ingress.answer import Answers
@@ -23,6 +25,7 @@ from collm_dispatcher.ingress.exchange import Events, read_body
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.recent import Recent
 from collm_dispatcher.ingress.response import Response
+from collm_dispatcher.ingress.traces import Exchange, failure
 from collm_dispatcher.ingress.upload import Uploads
 
 log = logging.getLogger(__name__)
@@ -54,7 +57,9 @@ class Routes:
         ready: Callable[[], Awaitable[bool]],
         max_body_bytes: int,
         retry_after_s: float,
+        tracer: Tracer = UNTRACED,
     ) -> None:
+        self._tracer = tracer
         self._answers, self._directory, self._uploads, self._metrics = answers, directory, uploads, metrics
         self._recent, self._others = recent, others
         self._ready, self._max_body, self._retry_after_s = ready, max_body_bytes, retry_after_s
@@ -96,13 +101,28 @@ class Routes:
         self._refuse_if_draining()
         data = await read_body(request, self._max_body)
         body = parse(ChatBody, data) if kind is ChatBody else parse(CompletionBody, data)
-        response = await self._answers.accept(body, request.headers)
+        exchange = Exchange(self._tracer, request, body)
+        try:
+            response = await self._answers.accept(body, request.headers, exchange.append())
+            exchange.accepted(response)
+            told = await self._answer(request, body, response)
+        except BaseException as error:
+            exchange.end(*failure(error))
+            raise
+        exchange.end(told.status)
+        return told
+
+    async def _answer(
+        self, request: web.Request, body: ChatBody | CompletionBody, response: Response
+    ) -> web.StreamResponse:
+        about = logs.request_id.set(response.id)
         try:
             told = await (self._stream(request, body, response) if body.stream else self._whole(response))
             self._recent.keep(body, response)
             return told
         finally:
             await self._answers.close(response)
+            logs.request_id.reset(about)
 
     async def _whole(self, response: Response) -> web.Response:
         async with aclosing(self._answers.follow(response)) as deltas:

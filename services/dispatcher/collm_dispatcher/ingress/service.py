@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from collm_common.broker import AWAY, stop_all
 from collm_common.clock import Clock
 from collm_common.retry import once
+from collm_common.tracing import UNTRACED, Tracer
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.adapter_routes import AdapterRoutes
 from collm_dispatcher.ingress.adapter_store import AdapterStore
@@ -63,7 +64,9 @@ class Ingress:
 
 
 @asynccontextmanager
-async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> AsyncIterator[Ingress]:
+async def ingress(
+    settings: DispatcherSettings, redis: Redis, clock: Clock, spans: Tracer = UNTRACED
+) -> AsyncIterator[Ingress]:
     """Listens for as long as the block runs. Raises ModelError or SettingsError before it does."""
     tokenizers = await load_all(settings.models)
     cell, metrics = Cell(redis, settings.keys, clock), Metrics(settings.class_names, settings.vllm_metrics)
@@ -109,6 +112,7 @@ async def ingress(settings: DispatcherSettings, redis: Redis, clock: Clock) -> A
         broker_answers,
         settings.max_body_kb << 10,
         settings.retry_after_s,
+        spans,
     )
     app = routes.app()
     if settings.live_page:
