@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
+from collm_common.types import ReplicaState
 from collm_dispatcher.policy.outlook import Fit
 from collm_dispatcher.policy.recall import Steps
 from collm_dispatcher.policy.streams import Stream
@@ -21,6 +22,11 @@ class Recalling:
 
     def apply(self, steps: Steps, fits: Mapping[str, Fit], stream: Stream | None, moves: Moves) -> None:
         """Add to the moves what the steps come to; `stream` is the one that b is made for."""
+        self._before = {
+            id_: sizes
+            for id_, sizes in self._before.items()
+            if self._replicas[id_].state is ReplicaState.COMBINED or id_ in steps.stop
+        }
         resize: list[Resize] = []
         for id_ in steps.shrink:
             half = max(1, self._keep(id_).train // 2)
@@ -32,8 +38,9 @@ class Recalling:
         for id_ in steps.resume:
             replica = self._replicas[id_]
             whole = self._before.pop(id_, Resize(id_, replica.train, replica.b, paused=False))
-            # A client whose round has ended meanwhile gets its sizes with the next one.
-            resize.append(structs.replace(whole, train=whole.train if replica.train else 0))
+            # A client whose round has ended meanwhile gets its sizes with the next one; one that was between two rounds
+            # when it was paused has no other B than that of its round now.
+            resize.append(structs.replace(whole, train=(whole.train or replica.train) if replica.train else 0))
         for id_ in steps.stop:
             self._before.pop(id_, None)
         moves.resize, moves.stop = resize, steps.stop
