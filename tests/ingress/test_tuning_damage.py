@@ -27,12 +27,12 @@ async def test_a_damaged_entry_is_named_and_hides_no_other(
 ) -> None:
     """A list that answers 500 for good because one of its entries cannot be read."""
     path = FILES if kind == "file" else JOBS
-    key, set_ = (keys.file, keys.files) if kind == "file" else (keys.tuning, keys.tunings)
+    key, set_ = (keys.file, keys.files()) if kind == "file" else (keys.tuning, keys.tunings())
     async with front(redis, keys, tokenizer_folder, replicas=0) as site:
         await redis.hset(keys.file("whole"), mapping=ROW)
         whole = "whole"
         if kind == "file":
-            await redis.zadd(keys.files, {whole: 5})
+            await redis.zadd(keys.files(), {whole: 5})
         else:
             whole = (await TuningStore(redis, keys).create("m", "m", "", "whole", "{}", 5)).id
         await redis.set(key("string"), "x")
@@ -57,16 +57,16 @@ async def test_a_damaged_entry_is_named_and_hides_no_other(
 async def test_a_job_that_cannot_be_listed_is_not_wanted_either(redis: Redis, keys: Keys) -> None:
     """A job that trains though its client was told of an error and never learnt its id."""
     store = TuningStore(redis, keys)
-    await redis.set(keys.tunings, "x")
+    await redis.set(keys.tunings(), "x")
     with pytest.raises(ResponseError):
         await store.create("m", "m", "desk", "f", "{}", 1)
     assert await redis.exists(keys.wanted("m")) == 0
-    await redis.delete(keys.tunings)
+    await redis.delete(keys.tunings())
     results = await asyncio.gather(
         *(store.create("m", "m", "desk", "f", "{}", 1) for _ in range(8)), return_exceptions=True
     )
     assert sum(isinstance(result, Conflict) for result in results) == 7
-    assert await redis.zcard(keys.tunings) == len(await redis.keys(keys.tuning("*"))) == 1
+    assert await redis.zcard(keys.tunings()) == len(await redis.keys(keys.tuning("*"))) == 1
 
 
 async def test_a_cancelled_job_takes_no_other_with_it_and_leaves_no_key(redis: Redis, keys: Keys) -> None:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from collm_common.errors import CollmError
-from collm_tools.commands import adapter, completion, demo, doctor, drain, load, reproduce, simulate, status, up
+from collm_tools.commands import adapter, completion, demo, doctor, drain, keys, load, reproduce, simulate, status, up
 
-COMMANDS = (up, demo, doctor, status, drain, adapter, load, simulate, reproduce)
+COMMANDS = (up, demo, doctor, status, drain, adapter, keys, load, simulate, reproduce)
 USAGE_ERROR = 2
 INTERRUPTED = 130
 

@@ -77,28 +77,49 @@ class Keys(Struct, frozen=True):
         """Hash of the jobs that clients have asked for and that have not ended: adapter -> job id."""
         return self._key("wanted", model)
 
-    def tuning(self, job: str) -> str:
-        """What a client asked for with one job."""
-        return self._key("tuning", job)
+    def tuning(self, job: str, tenant: str = "") -> str:
+        """What a client asked for with one job; "" is the tenant of an open cell."""
+        return self._key("tuning", *filter(None, [tenant]), job)
 
-    def file(self, id_: str) -> str:
-        """What is known of an uploaded file, but not its text."""
-        return self._key("file", id_)
+    def file(self, id_: str, tenant: str = "") -> str:
+        """What is known of an uploaded file, but not its text; "" is the tenant of an open cell."""
+        return self._key("file", *filter(None, [tenant]), id_)
+
+    def tunings(self, tenant: str = "") -> str:
+        """Sorted set of the jobs that clients have asked for, by time."""
+        return self._key("tunings", *filter(None, [tenant]))
+
+    def usage(self, digest: str) -> str:
+        """What a client's key has used of its limits in this minute."""
+        return self._key("usage", digest)
+
+    def streaming(self, digest: str) -> str:
+        """Sorted set of the answers that a client's key waits for, by when they count no more."""
+        return self._key("streaming", digest)
 
     @property
-    def tunings(self) -> str:
-        """Sorted set of the jobs that clients have asked for, by time."""
-        return self._key("tunings")
+    def api_keys(self) -> str:
+        """Hash of clients' keys: digest -> what it allows."""
+        return self._key("api-keys")
+
+    @property
+    def owners(self) -> str:
+        """Hash: adapter -> the tenant whose it is."""
+        return self._key("owners")
+
+    @property
+    def audit(self) -> str:
+        """Stream of what clients and operators changed."""
+        return self._key("audit")
 
     @property
     def paused(self) -> str:
         """Set of ids of jobs that clients have asked for and want to rest."""
         return self._key("paused")
 
-    @property
-    def files(self) -> str:
+    def files(self, tenant: str = "") -> str:
         """Sorted set of uploaded files, by time."""
-        return self._key("files")
+        return self._key("files", *filter(None, [tenant]))
 
     def update(self, job: str, round_: int, replica: str) -> str:
         """One client's update of one round, deleted after aggregation."""

@@ -17,6 +17,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
 
     `slo_classes` maps a class name to {"ttft_s", "tpot_s", "e2e_s", "late"}; "default" is what a request without a
     class gets. `adapter_dir` is the folder below which adapters may be loaded at run time; "" refuses to.
+    With `api_keys`, every client needs a key of `collm keys create`, which says whose its requests are.
     `vllm_metrics` exports what vLLM measures too once more under `vllm:` names.
     `public_url` is how clients reach this service, if not by `port` of this machine.
     Without `live_page`, nothing is shown at `/`.
@@ -33,6 +34,7 @@ class DispatcherSettings(Common, frozen=True, kw_only=True):
     host: str = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     public_url: str = ""
+    api_keys: bool = False
     live_page: bool = True
     id: str = ""
 

@@ -21,6 +21,7 @@ from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.body import parse
 from collm_dispatcher.ingress.directory import VERSION
 from collm_dispatcher.ingress.exchange import read_body
+from collm_dispatcher.ingress.gate import Gate, scope
 from collm_dispatcher.ingress.peft_folder import OutsideAdapter
 
 log = logging.getLogger(__name__)
@@ -61,11 +62,12 @@ class AdapterRoutes:
         cell: Cell,
         store: AdapterStore,
         answers: Answers,
+        gate: Gate,
         clock: Clock,
     ) -> None:
-        """`folder` "" refuses all changes."""
+        """`folder` "" refuses all changes; a tenant with a key has a folder of its name in it."""
         self._folder, self._max_bytes, self._models = folder, max_bytes, models
-        self._cell, self._store, self._answers, self._clock = cell, store, answers, clock
+        self._cell, self._store, self._answers, self._gate, self._clock = cell, store, answers, gate, clock
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Its routes."""
@@ -75,19 +77,22 @@ class AdapterRoutes:
     async def _load(self, request: web.Request) -> web.StreamResponse:
         body = parse(LoadBody, await self._body(request))
         self._check_name(body.lora_name)
+        await self._gate.claim(request, body.lora_name)
         async with self._store.alone(body.lora_name):
             if not body.load_inplace and await self._store.known(body.lora_name):
                 raise InvalidRequest(
                     f"lora_name: {body.lora_name!r} is loaded already; load_inplace makes a new version of it",
                     param="lora_name",
                 )
-            ref = await self._take(body)
+            ref = await self._take(body, scope(request))
         await self._cell.refresh()
         log.info("adapter %s was loaded from %s", ref, body.lora_path)
         return web.json_response({"id": ref.name, "object": "model", "root": str(ref), "version": int(ref.version)})
 
     async def _unload(self, request: web.Request) -> web.StreamResponse:
         body = parse(UnloadBody, await self._body(request))
+        if not await self._gate.owns(request, body.lora_name):
+            raise UnknownModel(f"no adapter {body.lora_name!r} of this tenant", param="lora_name")
         async with self._store.alone(body.lora_name):
             if not await self._store.known(body.lora_name):
                 raise UnknownModel(f"no adapter {body.lora_name!r}", param="lora_name")
@@ -102,10 +107,10 @@ class AdapterRoutes:
             raise Off("adapters are not loaded at run time here; COLLM_DISPATCHER_ADAPTER_DIR allows it")
         return await read_body(request, MAX_BODY)
 
-    async def _take(self, body: LoadBody) -> AdapterRef:
+    async def _take(self, body: LoadBody, whose: str) -> AdapterRef:
         """Check, store, try, publish; nothing is left of what fails on the way."""
         try:
-            adapter = await asyncio.to_thread(peft_folder.read, self._path(body.lora_path), self._max_bytes)
+            adapter = await asyncio.to_thread(peft_folder.read, self._path(body.lora_path, whose), self._max_bytes)
         except AdapterError as error:
             raise InvalidRequest(f"lora_path: {error}", param="lora_path", code="adapter_unfit") from error
         model = self._base(body, adapter)
@@ -124,8 +129,8 @@ class AdapterRoutes:
         if name in self._models or VERSION.match(name):
             raise InvalidRequest(f"lora_name: {name!r} is a model or names a version", param="lora_name")
 
-    def _path(self, text: str) -> Path:
-        root = Path(self._folder).resolve()
+    def _path(self, text: str, whose: str) -> Path:
+        root = (Path(self._folder) / whose).resolve()
         try:
             path = (root / text).resolve()
         except (OSError, RuntimeError, ValueError) as error:

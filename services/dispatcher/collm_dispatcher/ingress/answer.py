@@ -21,6 +21,7 @@ from collm_dispatcher.ingress import objectives
 from collm_dispatcher.ingress.body import MAX_CHOICES, SEEDS, ChatBody, CompletionBody
 from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory, Target
+from collm_dispatcher.ingress.gate import Caller
 from collm_dispatcher.ingress.inbox import Again
 from collm_dispatcher.ingress.merge import merged
 from collm_dispatcher.ingress.metrics import Metrics
@@ -59,25 +60,27 @@ class Answers:
                 await self._courier.announce(model, slo)
 
     async def accept(
-        self, body: ChatBody | CompletionBody, headers: Mapping[str, str], span: Span = UNTRACED
+        self, body: ChatBody | CompletionBody, headers: Mapping[str, str], caller: Caller, span: Span = UNTRACED
     ) -> Response:
         """Check, count, append; `span` ends with that. Raises RequestError; then nothing is open."""
         try:
-            response = await self._accept(body, headers, span.parent)
+            response = await self._accept(body, headers, caller, span.parent)
         except BaseException as error:
             span.end(error=error.code if isinstance(error, RequestError) else type(error).__name__)
             raise
         span.end()
         return response
 
-    async def _accept(self, body: ChatBody | CompletionBody, headers: Mapping[str, str], traceparent: str) -> Response:
+    async def _accept(
+        self, body: ChatBody | CompletionBody, headers: Mapping[str, str], caller: Caller, traceparent: str
+    ) -> Response:
         arrived_s, arrival_s = self._clock.monotonic(), self._clock.now()
-        target = self._directory.find(body.model)
+        target = self._directory.find(body.model, caller.hidden)
         slo = objectives.choose(self._classes, headers, body.slo)
+        caller.check(slo)
         text = self._tokenizers[target.model]
         prompts = await text.prompts(body)
-        tenant = objectives.tenant(headers)
-        requests = await self._requests(body, target, slo, tenant, prompts, arrival_s)
+        requests = await self._requests(body, target, slo, caller.tenant, prompts, arrival_s)
         if traceparent:
             requests = [msgspec.structs.replace(request, traceparent=traceparent) for request in requests]
         opened = await self._open(requests)

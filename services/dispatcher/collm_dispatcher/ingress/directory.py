@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -28,13 +28,13 @@ class Directory:
     def __init__(self, models: Mapping[str, str], cell: Cell) -> None:
         self._models, self._cell = models, cell
 
-    def find(self, name: str) -> Target:
-        """Raises UnknownModel."""
+    def find(self, name: str, hidden: Collection[str] = ()) -> Target:
+        """Raises UnknownModel, also for the adapters that are `hidden` from whoever asks."""
         if name in self._models:
             return Target(name)
         wanted, version = (found["name"], found["version"]) if (found := VERSION.match(name)) else (name, None)
         adapter = self._cell.adapters.get(wanted)
-        if adapter is None or adapter.model not in self._models:
+        if adapter is None or wanted in hidden or adapter.model not in self._models:
             raise UnknownModel(f"no model or adapter {name!r}", param="model")
         if version is not None and int(version) > adapter.version:
             raise UnknownModel(
@@ -53,14 +53,14 @@ class Directory:
         """Whether some model can be served right now."""
         return any(member.usable for model in self._models for member in self._cell.of(model))
 
-    def listing(self, created: int) -> list[dict[str, Any]]:
+    def listing(self, created: int, hidden: Collection[str] = ()) -> list[dict[str, Any]]:
         """The entries of /v1/models: adapters have their base as parent and their current version."""
         entries: list[dict[str, Any]] = [
             {"id": name, "object": "model", "created": created, "owned_by": "collm", "root": name, "parent": None}
             for name in self._models
         ]
         for name, adapter in sorted(self._cell.adapters.items()):
-            if adapter.model in self._models:
+            if adapter.model in self._models and name not in hidden:
                 shared = {"object": "model", "created": created, "owned_by": "collm"}
                 own = {"root": f"{name}@v{adapter.version}", "parent": adapter.model, "version": adapter.version}
                 entries.append({"id": name, **shared, **own})

@@ -13,8 +13,8 @@ from collm_common.errors import InvalidRequest, RequestError
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.body import parse
 from collm_dispatcher.ingress.exchange import read_body
+from collm_dispatcher.ingress.gate import tenant
 from collm_dispatcher.ingress.metrics import Metrics
-from collm_dispatcher.ingress.objectives import tenant
 from collm_dispatcher.ingress.recent import Recent
 from collm_dispatcher.ingress.shares import place, remove, send
 
@@ -55,7 +55,7 @@ class Feedback:
         body = parse(FeedbackBody, await read_body(request, self._max_bytes))
         if body.answer is None and body.rating is None:
             raise InvalidRequest("answer: a better answer or a rating is missing", param="answer")
-        id_, who = _bare(body.id), tenant(request.headers)
+        id_, who = _bare(body.id), tenant(request)
         kept = self._recent.find(id_, who)
         if kept is None:
             raise UnknownAnswer(
@@ -74,7 +74,7 @@ class Feedback:
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         """On every replica, or nothing is confirmed: whoever asks may have come to another ingress than the answer."""
-        asked, who = request.match_info["id"], tenant(request.headers)
+        asked, who = request.match_info["id"], tenant(request)
         id_ = _bare(asked)
         self._recent.forget(id_, who)
         places = [place(self._cell, name) for name in self._cell.members]

@@ -17,8 +17,8 @@ from collm_common.errors import Damaged, InvalidRequest, PayloadTooLarge, Reques
 from collm_common.keys import Keys
 from collm_dispatcher.cell import Cell
 from collm_dispatcher.ingress.exchange import SlowBody
+from collm_dispatcher.ingress.gate import scope, tenant
 from collm_dispatcher.ingress.listing import Page, legible, listed
-from collm_dispatcher.ingress.objectives import tenant
 from collm_dispatcher.ingress.shares import fetch, join, place, remove, send, split
 
 PURPOSE = "fine-tune"
@@ -59,9 +59,9 @@ class Files:
         router.add_delete("/v1/files/{id}", self._delete)
         router.add_get("/v1/files/{id}/content", self._content)
 
-    async def find(self, id_: str, param: str = "id") -> dict[str, str]:
-        """What is known of a file. Raises UnknownFile, Damaged."""
-        key = self._keys.file(id_)
+    async def find(self, id_: str, whose: str, param: str = "id") -> dict[str, str]:
+        """What is known of a file of a tenant, "" in an open cell. Raises UnknownFile, Damaged."""
+        key = self._keys.file(id_, whose)
         with legible(key):
             row = await self._redis.hgetall(key)
             if not row:
@@ -70,14 +70,14 @@ class Files:
             _ = found["model"]
         return found
 
-    async def _told(self, id_: str) -> dict[str, Any]:
-        row = await self.find(id_)
-        with legible(self._keys.file(id_)):
+    async def _told(self, id_: str, whose: str) -> dict[str, Any]:
+        row = await self.find(id_, whose)
+        with legible(self._keys.file(id_, whose)):
             return _shape(id_, row)
 
-    async def _holders(self, id_: str) -> list[str]:
-        row = await self.find(id_)
-        with legible(self._keys.file(id_)):
+    async def _holders(self, id_: str, whose: str) -> list[str]:
+        row = await self.find(id_, whose)
+        with legible(self._keys.file(id_, whose)):
             return _replicas(row)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
@@ -93,7 +93,7 @@ class Files:
         if data is None:
             raise InvalidRequest("file: is missing", param="file")
         model = self._model(fields.get("model"))
-        id_, now = _id(model, tenant(request.headers), data), int(time.time())
+        id_, now = _id(model, tenant(request), data), int(time.time())
         replicas, samples = await self._deal(model, data, id_)
         row = {
             "filename": name,
@@ -104,31 +104,31 @@ class Files:
             "replicas": msgspec.json.encode(replicas),
         }
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self._keys.file(id_), mapping=row)
-            pipe.zadd(self._keys.files, {id_: now})
+            pipe.hset(self._keys.file(id_, scope(request)), mapping=row)
+            pipe.zadd(self._keys.files(scope(request)), {id_: now})
             await pipe.execute()
-        return web.json_response(await self._told(id_))
+        return web.json_response(await self._told(id_, scope(request)))
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         page = Page.of(request.query, MAX_LISTED, MAX_LISTED)
         if request.query.get("purpose", PURPOSE) != PURPOSE:
             return web.json_response(page.envelope([], False))
-        ids, more = await listed(self._redis, self._keys.files, page)
+        ids, more = await listed(self._redis, self._keys.files(scope(request)), page)
         data = []
         for id_ in ids:
             try:
-                data.append(await self._told(id_))
+                data.append(await self._told(id_, scope(request)))
             except (UnknownFile, Damaged):
                 continue
         return web.json_response(page.envelope(data, more))
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(await self._told(request.match_info["id"]))
+        return web.json_response(await self._told(request.match_info["id"], scope(request)))
 
     async def _content(self, request: web.Request) -> web.StreamResponse:
         """The lines in their order, fetched from the replicas; all of them, or an error that names who is away."""
         id_ = request.match_info["id"]
-        replicas = await self._holders(id_)
+        replicas = await self._holders(id_, scope(request))
         async with self._session() as session:
             shares = await asyncio.gather(*(self._share(session, replica, id_) for replica in replicas))
         return web.Response(body=join(shares), content_type="application/jsonl")
@@ -142,12 +142,12 @@ class Files:
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         """On every replica that has lines of it, or nothing is confirmed. What has been learnt from it stays."""
         id_ = request.match_info["id"]
-        places = [place(self._cell, replica) for replica in await self._holders(id_) if replica]
+        places = [place(self._cell, replica) for replica in await self._holders(id_, scope(request)) if replica]
         async with self._session() as session:
             await asyncio.gather(*(remove(session, each, {"file": id_}) for each in places))
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.unlink(self._keys.file(id_))
-            pipe.zrem(self._keys.files, id_)
+            pipe.unlink(self._keys.file(id_, scope(request)))
+            pipe.zrem(self._keys.files(scope(request)), id_)
             await pipe.execute()
         return web.json_response({"id": id_, "object": "file", "deleted": True})
 

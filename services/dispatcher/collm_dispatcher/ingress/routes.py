@@ -22,6 +22,7 @@ from collm_dispatcher.ingress.answer import Answers
 from collm_dispatcher.ingress.body import ChatBody, CompletionBody, StreamOptions, parse
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.exchange import Events, read_body
+from collm_dispatcher.ingress.gate import Gate
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.recent import Recent
 from collm_dispatcher.ingress.response import Response
@@ -54,6 +55,7 @@ class Routes:
         recent: Recent,
         others: Sequence[Addable],
         metrics: Metrics,
+        gate: Gate,
         ready: Callable[[], Awaitable[bool]],
         max_body_bytes: int,
         retry_after_s: float,
@@ -61,7 +63,7 @@ class Routes:
     ) -> None:
         self._tracer = tracer
         self._answers, self._directory, self._uploads, self._metrics = answers, directory, uploads, metrics
-        self._recent, self._others = recent, others
+        self._recent, self._others, self._gate = recent, others, gate
         self._ready, self._max_body, self._retry_after_s = ready, max_body_bytes, retry_after_s
         self._created = int(time.time())
         self.draining = False
@@ -101,9 +103,10 @@ class Routes:
         self._refuse_if_draining()
         data = await read_body(request, self._max_body)
         body = parse(ChatBody, data) if kind is ChatBody else parse(CompletionBody, data)
+        caller = await self._gate.caller(request)
         exchange = Exchange(self._tracer, request, body)
         try:
-            response = await self._answers.accept(body, request.headers, exchange.append())
+            response = await self._answers.accept(body, request.headers, caller, exchange.append())
             exchange.accepted(response)
             told = await self._answer(request, body, response)
         except BaseException as error:
@@ -123,6 +126,7 @@ class Routes:
         finally:
             await self._answers.close(response)
             logs.request_id.reset(about)
+            await self._gate.spend(request, response.usage()["total_tokens"])
 
     async def _whole(self, response: Response) -> web.Response:
         async with aclosing(self._answers.follow(response)) as deltas:
@@ -186,12 +190,13 @@ class Routes:
         self._refuse_if_draining()
         return await self._uploads.handle(request)
 
-    async def _models(self, _: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": self._directory.listing(self._created)})
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        hidden = await self._gate.hidden(request)
+        return web.json_response({"object": "list", "data": self._directory.listing(self._created, hidden)})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["id"]
-        for entry in self._directory.listing(self._created):
+        for entry in self._directory.listing(self._created, await self._gate.hidden(request)):
             if entry["id"] == name:
                 return web.json_response(entry)
         raise UnknownModel(f"no model or adapter {name!r}", param="model")
@@ -216,7 +221,8 @@ class Routes:
 
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            return await handler(request)
+            async with self._gate.passing(request):
+                return await handler(request)
         except RequestError as error:
             return self._refusal(request, error)
         except web.HTTPException as error:

@@ -24,6 +24,7 @@ from collm_dispatcher.ingress.courier import Courier
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.feedback import Feedback
 from collm_dispatcher.ingress.files import Files
+from collm_dispatcher.ingress.gate import Gate
 from collm_dispatcher.ingress.metrics import Metrics
 from collm_dispatcher.ingress.objectives import classes
 from collm_dispatcher.ingress.open_requests import OpenRequests
@@ -77,6 +78,7 @@ async def ingress(
     bounds = Bounds(settings.max_queued, settings.max_streams, settings.retry_after_s)
     courier = Courier(redis, settings.keys, name, cell, opened, bounds, clock)
     directory = Directory(settings.models, cell)
+    gate = Gate(redis, settings.keys, settings.api_keys, settings.request_timeout_s)
     answers = Answers(settings, courier, opened, directory, tokenizers, metrics, clock)
     uploads = Uploads(cell, settings.max_upload_mb << 20, settings.request_timeout_s)
     adapters = AdapterRoutes(
@@ -86,12 +88,13 @@ async def ingress(
         cell,
         AdapterStore(redis, settings.keys, settings.request_timeout_s + ADAPTER_STORE_S),
         answers,
+        gate,
         clock,
     )
 
     limit, within_s = settings.max_upload_mb << 20, settings.request_timeout_s
     files = Files(redis, settings.keys, cell, tuple(settings.models), limit, within_s)
-    tuning = TuningRoutes(redis, settings.keys.tunings, TuningStore(redis, settings.keys), directory, files)
+    tuning = TuningRoutes(redis, settings.keys, TuningStore(redis, settings.keys), directory, files, gate)
     recent = Recent(settings.feedback_mb << 20, settings.feedback_s, clock)
     feedback = Feedback(recent, cell, metrics, settings.max_body_kb << 10)
 
@@ -109,6 +112,7 @@ async def ingress(
         recent,
         (adapters, files, tuning, feedback),
         metrics,
+        gate,
         broker_answers,
         settings.max_body_kb << 10,
         settings.retry_after_s,

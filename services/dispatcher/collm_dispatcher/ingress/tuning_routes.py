@@ -11,14 +11,16 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from collm_common.errors import Damaged, InvalidRequest
+from collm_common.keys import Keys
 from collm_common.lineage import Turn
 from collm_common.messages import Event, TaskFailed, UpdateUploaded
 from collm_dispatcher.ingress.body import parse
 from collm_dispatcher.ingress.directory import Directory
 from collm_dispatcher.ingress.exchange import read_body
 from collm_dispatcher.ingress.files import Files
+from collm_dispatcher.ingress.gate import Gate, scope
 from collm_dispatcher.ingress.listing import MAX_LIMIT, Page, listed
-from collm_dispatcher.ingress.tuning_store import Tuning, TuningStore, UnknownJob
+from collm_dispatcher.ingress.tuning_store import Tuning, TuningStore, UnknownJob, new_id
 from collm_dispatcher.ingress.unsupported import Neutral, refuse
 
 MAX_BODY = 65_536
@@ -65,9 +67,11 @@ class TuningBody(Struct):
 class TuningRoutes:
     """Create, list, get, cancel, pause and resume; events and checkpoints."""
 
-    def __init__(self, redis: Any, key: str, store: TuningStore, directory: Directory, files: Files) -> None:
-        """`key` is the sorted set of jobs."""
-        self._redis, self._key, self._store, self._directory, self._files = redis, key, store, directory, files
+    def __init__(
+        self, redis: Any, keys: Keys, store: TuningStore, directory: Directory, files: Files, gate: Gate
+    ) -> None:
+        self._redis, self._keys, self._store, self._directory, self._files = redis, keys, store, directory, files
+        self._gate = gate
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Its routes."""
@@ -84,17 +88,22 @@ class TuningRoutes:
         data = await read_body(request, MAX_BODY)
         body = parse(TuningBody, data)
         refuse(msgspec.json.decode(data), NOT_SERVED)
-        target = self._directory.find(body.model)
+        target = self._directory.find(body.model, await self._gate.hidden(request))
         if target.version is not None:
             raise InvalidRequest("model: training goes on with the current version; name none", param="model")
         if target.adapter and body.suffix is not None:
             raise InvalidRequest("suffix: the adapter has a name already", param="suffix")
-        file = await self._files.find(body.training_file, "training_file")
+        file = await self._files.find(body.training_file, scope(request), "training_file")
         if file["model"] != target.model:
             raise InvalidRequest(f"training_file: is data for {file['model']}", param="training_file")
-        name = target.adapter or (f"{target.model}-{body.suffix}" if body.suffix is not None else "")
+        id_ = new_id()
+        name = target.adapter or (f"{target.model}-{body.suffix}" if body.suffix is not None else id_)
+        await self._gate.claim(request, name)
         metadata = msgspec.json.encode(body.metadata or {}).decode()
-        made = await self._store.create(body.model, target.model, name, body.training_file, metadata, int(time.time()))
+        now, whose = int(time.time()), scope(request)
+        made = await self._store.create(
+            body.model, target.model, name, body.training_file, metadata, now, id_=id_, tenant=whose
+        )
         return web.json_response(_shape(made))
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
@@ -102,10 +111,12 @@ class TuningRoutes:
         found: list[dict[str, Any]] = []
         after, more = page.after, True
         while more and len(found) <= page.limit:
-            ids, more = await listed(self._redis, self._key, Page(MAX_LIMIT, after, page.oldest))
+            ids, more = await listed(
+                self._redis, self._keys.tunings(scope(request)), Page(MAX_LIMIT, after, page.oldest)
+            )
             for id_ in ids:
                 try:
-                    shown = _shape(await self._store.find(id_))
+                    shown = _shape(await self._store.find(id_, scope(request)))
                 except (UnknownJob, Damaged):
                     continue
                 if wanted.items() <= shown["metadata"].items():
@@ -140,7 +151,7 @@ class TuningRoutes:
         return web.json_response(page.envelope(made[start:end], len(made) > end))
 
     async def _find(self, request: web.Request) -> Tuning:
-        return await self._store.find(request.match_info["id"])
+        return await self._store.find(request.match_info["id"], scope(request))
 
 
 def _shape(job: Tuning) -> dict[str, Any]:

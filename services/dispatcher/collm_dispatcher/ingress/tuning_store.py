@@ -67,11 +67,17 @@ class Tuning(Struct, frozen=True, kw_only=True):
     version: int = 0
     finished_at: int | None = None
     reason: str = ""
+    tenant: str = ""
 
     @property
     def ended(self) -> bool:
         """Nothing more will happen."""
         return self.status in ENDS
+
+
+def new_id() -> str:
+    """Of a job."""
+    return f"ftjob-{uuid.uuid4().hex[:24]}"
 
 
 class TuningStore:
@@ -81,21 +87,39 @@ class TuningStore:
         self._redis, self._keys = redis, keys
         self._create, self._cancel = redis.register_script(CREATE), redis.register_script(CANCEL)
 
-    async def create(self, asked: str, model: str, adapter: str, file: str, metadata: str, now: int) -> Tuning:
+    async def create(
+        self,
+        asked: str,
+        model: str,
+        adapter: str,
+        file: str,
+        metadata: str,
+        now: int,
+        *,
+        id_: str = "",
+        tenant: str = "",
+    ) -> Tuning:
         """Queue a job; `adapter` "" is named after it. Raises Conflict while another job of the adapter is wanted."""
-        id_ = f"ftjob-{uuid.uuid4().hex[:24]}"
+        id_ = id_ or new_id()
         name = adapter or id_
         made = Tuning(
-            id=id_, asked=asked, model=model, adapter=name, training_file=file, created_at=now, metadata=metadata
+            id=id_,
+            asked=asked,
+            model=model,
+            adapter=name,
+            training_file=file,
+            created_at=now,
+            metadata=metadata,
+            tenant=tenant,
         )
-        keys = [self._keys.wanted(model), self._keys.tunings, self._keys.tuning(id_)]
+        keys = [self._keys.wanted(model), self._keys.tunings(tenant), self._keys.tuning(id_, tenant)]
         if not await self._create(keys=keys, args=[name, id_, msgspec.json.encode(made), now]):
             raise Conflict(f"a job of {name} waits or runs already", param="suffix")
         return made
 
-    async def find(self, id_: str) -> Tuning:
-        """Raises UnknownJob, Damaged."""
-        key = self._keys.tuning(id_)
+    async def find(self, id_: str, tenant: str = "") -> Tuning:
+        """Raises UnknownJob, also for one of another tenant, Damaged."""
+        key = self._keys.tuning(id_, tenant)
         with legible(key):
             row = await self._redis.hget(key, "state")
             if row is None:
@@ -116,7 +140,7 @@ class TuningStore:
             return known
         ended = msgspec.structs.replace(known, status="cancelled")
         keys, id_ = self._keys, known.id
-        touched = [keys.job(id_), keys.wanted(known.model), keys.paused, keys.tuning(id_)]
+        touched = [keys.job(id_), keys.wanted(known.model), keys.paused, keys.tuning(id_, known.tenant)]
         await self._cancel(keys=touched, args=[known.adapter, id_, msgspec.json.encode(ended)])
         return ended
 
@@ -125,7 +149,7 @@ class TuningStore:
         if known.ended:
             raise InvalidRequest(f"the job has {known.status}", param="id", code="job_ended")
         await self._redis.sadd(self._keys.paused, known.id)
-        found = await self.find(known.id)
+        found = await self.find(known.id, known.tenant)
         if found.ended:
             await self._redis.srem(self._keys.paused, known.id)
         return found
@@ -135,7 +159,7 @@ class TuningStore:
         if known.ended:
             raise InvalidRequest(f"the job has {known.status}", param="id", code="job_ended")
         await self._redis.srem(self._keys.paused, known.id)
-        return await self.find(known.id)
+        return await self.find(known.id, known.tenant)
 
     async def events(self, known: Tuning, page: Page) -> tuple[list[tuple[str, Event]], bool]:
         """What was said about the job, newest first, as far back as the event stream remembers; whether there is more.
@@ -187,7 +211,7 @@ class TuningStore:
         )
 
     async def _keep(self, made: Tuning) -> None:
-        await self._redis.hset(self._keys.tuning(made.id), "state", msgspec.json.encode(made))
+        await self._redis.hset(self._keys.tuning(made.id, made.tenant), "state", msgspec.json.encode(made))
 
 
 def _about(job: str, rows: streams.Rows) -> Iterator[tuple[str, Event]]:
