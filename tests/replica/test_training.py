@@ -42,6 +42,7 @@ from collm_common.messages import (
 from collm_common.registry import Registry
 from collm_common.settings import load
 from collm_common.types import BatchSizes, SamplingParams
+from collm_replica.mps import PIPES
 from collm_replica.settings import ReplicaSettings
 from collm_replica.supervisor import Supervisor
 from tests.replica.support import replies, request, send
@@ -259,6 +260,7 @@ async def test_another_sm_share_takes_another_process_and_loses_no_task(
 ) -> None:
     """A share that is chosen and never in force, or a respawn that counts as a death and fails the round."""
     monkeypatch.setenv("COLLM_REPLICA_SM_SHARES", "[0.3, 1.0]")
+    monkeypatch.setenv(PIPES, str(tmp_path / "pipes"))
     async with replica(redis, broker, model, tmp_path, monkeypatch) as supervisor:
         first = supervisor._training.child
         for round_, share, renewed in ((1, 0.3, True), (2, 0.3, False)):
@@ -271,7 +273,7 @@ async def test_another_sm_share_takes_another_process_and_loses_no_task(
         assert await heard(redis, keys.events, TaskFailed) == []
         assert [event for event in await heard(redis, keys.events, ReplicaChanged) if event.what != "up"] == []
         reports = await heard(redis, keys.telemetry, InferenceReport)
-        assert reports[-1].sm_shares == (0.3, 1.0)
+        assert (reports[-1].mps, reports[-1].sm_shares) == (True, (0.3, 1.0))
 
 
 async def test_fine_tuning_that_is_given_up_leaves_serving_alone(

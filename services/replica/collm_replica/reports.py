@@ -79,6 +79,7 @@ class Reports:
         window, self._window = self._window, Window(self._clock.monotonic())
         busy, mean_batch = window.fractions(self._window.start_s)
         beside_training = self.training.batch > 0 or any(sizes.train for sizes in window.iterations)
+        mps = PIPES in os.environ
         report = InferenceReport(
             replica=self._settings.id,
             state=info.state,
@@ -102,8 +103,8 @@ class Reports:
             served=window.admitted(),
             answered=tuple(window.answered),
             scored=window.scores(),
-            sm_shares=self._settings.sm_shares,
-            mps=PIPES in os.environ,
+            sm_shares=self._settings.sm_shares if mps else (),
+            mps=mps,
             versions={name: ref.version for name, ref in self._engine.versions.items()},
         )
         await post.report(self._redis, self._settings.keys, report)

@@ -37,6 +37,7 @@ from collm_replica.child import Child
 from collm_replica.data_endpoint import DataEndpoint
 from collm_replica.finetune.records import check_text
 from collm_replica.keeper import Keeper
+from collm_replica.mps import PIPES
 from collm_replica.presence import Presence
 from collm_replica.settings import ReplicaSettings
 from collm_replica.sharing import Sharing
@@ -227,8 +228,13 @@ class Supervisor:
         return await asyncio.wait_for(reply, self.settings.start_timeout_s)
 
     def _changes_share(self, task: TrainRound) -> bool:
-        """A CUDA context keeps its share of the SMs: another one takes another process, which gets the task then."""
+        """A CUDA context keeps its share of the SMs: another one takes another process, which gets the task then.
+
+        Without MPS nothing holds a process to a share.
+        """
         share = task.sizes.sm_share
+        if PIPES not in {**os.environ, **self._sharing.environ}:
+            return False
         if share not in self.settings.sm_shares or share == self._sm_share:
             return False
         self._sm_share, self._held = share, task
