@@ -29,7 +29,7 @@ from collm_common.messages import (
     UpdateUploaded,
 )
 from collm_common.types import BatchSizes
-from collm_replica import adapters
+from collm_replica import adapters, training_tasks
 from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.channel import ToSupervisor
 from collm_replica.finetune.privacy import epsilon
@@ -248,3 +248,20 @@ async def test_only_the_last_few_measured_versions_are_remembered(
     await eventually(lambda: _count(redis, keys, MAX_MEASURED + 3))
     await stop_all(running)
     assert len(tasks._measured) == MAX_MEASURED
+
+
+async def test_decoding_goes_first_but_training_never_starves(
+    tasks: TrainingTasks, redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-step right beside a stream that is late, or a round that a busy replica never ends."""
+    monkeypatch.setattr(training_tasks, "MOST_YIELDED_S", 60.0)
+    tasks.let_decoding_go_first(True)
+    tasks.add(msgspec.structs.replace(training("first"), steps=2, total_steps=2))
+    running = asyncio.create_task(tasks.run())
+    await eventually(lambda: tasks.busy and not tasks.trainer.done)
+    assert tasks.progress == 0
+    monkeypatch.setattr(training_tasks, "MOST_YIELDED_S", 0.01)
+    tasks.let_decoding_go_first(False)
+    tasks.let_decoding_go_first(True)
+    await eventually(lambda: tasks.progress == 2, within_s=30)
+    await stop_all(running)

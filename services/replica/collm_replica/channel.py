@@ -69,6 +69,12 @@ class Training(Local, frozen=True, kw_only=True, tag="training"):
     sm_share: Share = 1.0
 
 
+class Yield(Local, frozen=True, kw_only=True, tag="yield"):
+    """From the inference to the fine-tuning process: whether decoding must go first for now."""
+
+    wanted: bool
+
+
 class Finished(Local, frozen=True, kw_only=True, tag="finished"):
     """The fine-tuning process is through with a task, however it ended (`task` is the command's kind)."""
 
@@ -103,6 +109,7 @@ ToChild = (
     Attach
     | Snapshot
     | Training
+    | Yield
     | Drain
     | DigestRequest
     | ExportRequest
@@ -117,7 +124,7 @@ ToChild = (
     | ResumeTraining
     | StopTraining
 )
-ToSupervisor = Ready | Alive | Snapshot | Training | Finished | DigestReply | ExportReply
+ToSupervisor = Ready | Alive | Snapshot | Training | Yield | Finished | DigestReply | ExportReply
 AnyLocal = ToChild | ToSupervisor
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,6 +34,7 @@ from collm_replica.channel import (
     Ready,
     Snapshot,
     Training,
+    Yield,
 )
 from collm_replica.child import die_with_parent
 from collm_replica.engine.config import EngineConfig
@@ -182,6 +183,14 @@ async def say_alive(channel: Channel, serving: Serving) -> None:
         await asyncio.sleep(ALIVE_S)
 
 
+async def say_pressure(channel: Channel, serving: Serving) -> None:
+    """Tell the supervisor, as soon as it changes, whether fine-tuning must let decoding go first."""
+    while True:
+        await serving.pressure_changed.wait()
+        serving.pressure_changed.clear()
+        await channel.send(Yield(wanted=serving.pressure.high))
+
+
 async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> None:
     """Load, warm up, restore adapters, then serve until drained."""
     channel = await Channel.over(socket.socket(fileno=channel_fd))
@@ -207,7 +216,8 @@ async def run(settings: ReplicaSettings, channel_fd: int, weights_fd: int) -> No
             on_device=loadout.export is not None,
         )
         await channel.send(ready)
-        tasks = [asyncio.create_task(coro) for coro in (listen(channel, serving, loadout), say_alive(channel, serving))]
+        loops = (listen(channel, serving, loadout), say_alive(channel, serving), say_pressure(channel, serving))
+        tasks = [asyncio.create_task(loop) for loop in loops]
         try:
             await serving.run()
         finally:

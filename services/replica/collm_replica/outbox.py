@@ -35,6 +35,7 @@ class Open(Struct, frozen=True):
     ingress: str
     attempt: int
     slo: str = ""
+    tpot_s: float | None = None
     expected: Expected | None = None
     adapter: AdapterRef | None = None
     trace: Trace | None = None

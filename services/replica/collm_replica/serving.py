@@ -25,6 +25,7 @@ from collm_replica.adapter_feed import AdapterFeed
 from collm_replica.engine.guide import Guide
 from collm_replica.engine.protocol import InferenceEngine, Staged
 from collm_replica.outbox import Open, Outbox
+from collm_replica.pressure import Pressure
 from collm_replica.reports import Reports
 from collm_replica.schemas import Schemas
 from collm_replica.settings import ReplicaSettings
@@ -67,6 +68,7 @@ class Serving:
         self.versions = Versions(engine, feed, self.between_steps)
         self.reports = Reports(settings, redis, engine, self.versions, utilisation, clock)
         self._schemas = Schemas(engine.guide)
+        self.pressure, self.pressure_changed = Pressure(), asyncio.Event()
         self.steps = 0
         self.draining = False
         self._traces = Traces(tracer, self.keys.subflow(settings.id), clock)
@@ -140,11 +142,16 @@ class Serving:
                 result = await asyncio.to_thread(self.engine.step)
                 self.steps += 1
                 self.reports.count(result)
+                limits = [open_.tpot_s for open_ in self._open.values() if open_.tpot_s is not None]
+                if self.pressure.update(result.duration_s, min(limits, default=None)):
+                    self.pressure_changed.set()
                 await self._say(result.replies)
             elif self.draining and not self._between_steps:
                 return
             else:
                 self._wake.clear()
+                if self.pressure.rest():
+                    self.pressure_changed.set()
                 if not self._between_steps and not self.draining:
                     await self._wake.wait()
 
@@ -259,6 +266,7 @@ class Serving:
             request.ingress,
             request.attempt,
             request.slo.name,
+            request.slo.tpot_s,
             arrival.expected,
             trace=self._traces.begin(request),
         )

@@ -32,6 +32,7 @@ from collm_replica.channel import (
     Ready,
     Snapshot,
     Training,
+    Yield,
 )
 from collm_replica.child import Child
 from collm_replica.data_endpoint import DataEndpoint
@@ -194,6 +195,8 @@ class Supervisor:
                 _resolve(self._digests, message.digest)
             case ExportReply():
                 _resolve(self._exports, message.weights)
+            case Yield():
+                await self._training.send(message)
             case _:
                 pass
 

@@ -24,7 +24,7 @@ from collm_common.messages import (
     TrainRound,
 )
 from collm_common.settings import load
-from collm_replica.channel import Alive, Attach, Channel, Drain, Ready
+from collm_replica.channel import Alive, Attach, Channel, Drain, Ready, Yield
 from collm_replica.child import die_with_parent
 from collm_replica.inference import ALIVE_S
 from collm_replica.loading import prepare_training
@@ -44,6 +44,8 @@ async def listen(channel: Channel, tasks: TrainingTasks) -> None:
                 tasks.pause()
             case ResumeTraining():
                 tasks.resume()
+            case Yield():
+                tasks.let_decoding_go_first(message.wanted)
             case StopTraining():
                 tasks.leave(message.job)
             case Configure():

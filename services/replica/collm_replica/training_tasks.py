@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +46,7 @@ from collm_replica.tasks import MAX_REASON, Task, failed
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 16
+MOST_YIELDED_S = 2.0
 MAX_MEASURED = 8
 
 
@@ -75,6 +77,8 @@ class TrainingTasks:
         self._queue: asyncio.Queue[Task] = asyncio.Queue(MAX_TASKS)
         self._going = asyncio.Event()
         self._going.set()
+        self._unhurried = asyncio.Event()
+        self._unhurried.set()
         self._left = ""
         self._training_batch = 0
         self._sm_share = sm_share(os.environ)
@@ -96,6 +100,13 @@ class TrainingTasks:
     def resume(self) -> None:
         """Go on."""
         self._going.set()
+
+    def let_decoding_go_first(self, wanted: bool) -> None:
+        """Wait between micro-steps, at most MOST_YIELDED_S each time: more than that is the coordinator's choice."""
+        if wanted:
+            self._unhurried.clear()
+        else:
+            self._unhurried.set()
 
     def leave(self, job: str) -> None:
         """Drop what is done and queued for `job`."""
@@ -183,6 +194,8 @@ class TrainingTasks:
             except TimeoutError as error:
                 raise AdapterError("paused until after the round's deadline") from error
             self.busy = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._unhurried.wait(), MOST_YIELDED_S)
         if self._left == task.job:
             raise Left
         if self.clock.now() > task.deadline_s:
