@@ -273,3 +273,16 @@ async def test_a_damaged_registry_entry_is_skipped(redis: Redis, keys: Keys) -> 
     await redis.hset(keys.replica("r1"), "infer_batch_max", b"\xff")
     await redis.sadd(keys.replicas, "r3")
     assert list(await registry.replicas()) == ["r2"]
+
+
+async def test_what_a_tail_has_read_can_be_dropped_and_nothing_else(redis: Redis) -> None:
+    """Megabytes of replies that were delivered long ago, or one that is dropped before it was read."""
+    tail = Tail(redis, STREAM)
+    await tail.start("0")
+    await tail.drop_read()
+    for number in range(450):
+        await streams.append(redis, STREAM, "reply", str(number), b"x")
+    assert len(await tail.read(400, 0)) == 400
+    await tail.drop_read()
+    assert 50 < await redis.xlen(STREAM) < 250
+    assert [entry.id for entry in await tail.read(400, 0)] == [str(number) for number in range(400, 450)]

@@ -25,6 +25,7 @@ from collm_dispatcher.originals import Bounds, Originals
 
 log = logging.getLogger(__name__)
 READ_COUNT = 512
+DROP_S = 1.0
 SEEK_COUNT = 256
 APPEND_S = 10.0
 WATCH_S = 0.5
@@ -84,15 +85,20 @@ class Courier:
             await self._tell_cancel(open_.request.id, open_.request.model)
 
     async def run(self) -> None:
-        """Receive replies for ever."""
+        """Receive replies for ever; what was received is of no use to anybody and takes the broker's memory."""
         key = self._keys.replies(self.ingress)
         tail = Tail(self._redis, key)
         await tail.start("0")
+        dropped_s = self._clock.monotonic()
 
         async def step() -> None:
+            nonlocal dropped_s
             for entry in await tail.read(READ_COUNT):
                 await self._receive(entry)
             self._read = tail.positions[key]
+            if self._clock.monotonic() - dropped_s > DROP_S:
+                dropped_s = self._clock.monotonic()
+                await tail.drop_read()
 
         await forever("replies", step, self._clock)
 
