@@ -8,7 +8,7 @@ import pytest
 from msgspec import Meta
 
 from collm_common.errors import SettingsError
-from collm_common.settings import Common, load
+from collm_common.settings import Common, described, load
 from collm_common.types import Slo
 
 
@@ -56,5 +56,19 @@ def test_a_bad_variable_is_named(variable: str, value: str) -> None:
 
 def test_a_missing_value_is_named() -> None:
     """A service that starts without something it needs."""
-    with pytest.raises(SettingsError, match="port"):
+    with pytest.raises(SettingsError, match="COLLM_REPLICA_PORT is missing"):
         load(Example, "replica", {})
+
+
+def test_what_is_no_json_is_called_so() -> None:
+    """A lost bracket that is told as a wrong type."""
+    with pytest.raises(SettingsError, match="COLLM_REPLICA_CLASSES: not valid JSON"):
+        load(Example, "replica", {"COLLM_REPLICA_PORT": "80", "COLLM_REPLICA_CLASSES": '[{"name": "chat"'})
+
+
+def test_every_variable_can_be_listed() -> None:
+    """A help that forgets a setting, or names it as nobody may write it."""
+    lines = described(Example, "replica").splitlines()
+    assert "  COLLM_REPLICA_PORT (required)" in lines
+    assert "  COLLM_REPLICA_SHARE (default 0.5)" in lines
+    assert '  COLLM_LOG_LEVEL (default "INFO")' in lines

@@ -58,8 +58,8 @@ async def test_a_lease_that_ran_out_on_a_full_disk_is_no_lost_broker(
     server = Broker()
     server.start()
     try:
-        async with connection(server.url) as redis, front(redis, keys, tokenizer_folder, step_s=SLOW_S) as site:
-            open_ = asyncio.create_task(site.post(TEXT, text("abcd", max_tokens=150)))
+        async with connection(server.url) as redis, front(redis, keys, tokenizer_folder, step_s=0.1) as site:
+            open_ = asyncio.create_task(site.post(TEXT, text("abcd", max_tokens=90)))
             await eventually(lambda: any(len(one.tokens) > 5 for one in site.ingress.opened))
             await eventually(lambda: redis.keys(keys.lease("ingress-*")))
             server.fill_disk()

@@ -21,7 +21,7 @@ from collm_replica.settings import ReplicaSettings
 from collm_tools.commands.up import welcome
 from collm_tools.demo.plan import SERVICE_SETTINGS, SLO
 from collm_tools.stack.model import demo_model, resolve_model, served_name
-from collm_tools.stack.options import StackOptions, service_specs
+from collm_tools.stack.options import StackOptions, service_specs, unknown_variables
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
 from collm_tools.stack.stack import Stack
 from tests.support.broker import Broker, server_binary
@@ -125,6 +125,16 @@ async def test_a_service_that_keeps_crashing_ends_the_stack_with_its_last_words(
     assert "no such device" in str(caught.value)
 
 
+async def test_a_service_that_refuses_its_settings_is_not_started_again(tmp_path: Path) -> None:
+    """Half a minute of restarts that all end with the same typo."""
+    specs = [script("typo", "import sys; print('MAX_BACH is no setting', file=sys.stderr); sys.exit(2)")]
+    async with Stack(options(tmp_path), restarts=QUICK, specs=lambda url: specs) as stack:
+        with pytest.raises(ServiceError, match="typo cannot run with these settings") as caught:
+            await stack.run()
+        assert stack.services[0].restarts == 0
+    assert "MAX_BACH is no setting" in str(caught.value)
+
+
 async def test_a_service_that_has_left_stays_away_and_the_others_are_watched_on(tmp_path: Path) -> None:
     """A drained replica that is back at once, or after which nobody notices what crashes."""
     gone, go = tmp_path / "gone", tmp_path / "go"
@@ -183,6 +193,20 @@ async def test_a_taken_broker_port_is_refused(tmp_path: Path, broker: Broker) ->
     with pytest.raises(BrokerError, match="in use"):
         async with Stack(options(tmp_path, redis_port=broker.port), specs=lambda url: []):
             raise AssertionError
+
+
+async def test_a_taken_http_port_is_refused_before_anything_starts(tmp_path: Path, broker: Broker) -> None:
+    """Replicas that load a model for a dispatcher that can never listen."""
+    with pytest.raises(BrokerError, match=f"port {broker.port} for the HTTP service: .*in use"):
+        async with Stack(options(tmp_path, port=broker.port), specs=lambda url: []):
+            raise AssertionError
+    assert not (tmp_path / "broker").exists()
+
+
+def test_a_setting_of_no_service_is_told() -> None:
+    """A typo in a service's name that is as good as no setting at all."""
+    environ = dict.fromkeys(("COLLM_REPLIKA_MAX_BATCH", "COLLM_REPLICA_MAX_BATCH", "COLLM_LOG_JSON", "PATH"), "1")
+    assert unknown_variables(environ | {"COLLM_TEST_SERVER": "x"}) == ["COLLM_REPLIKA_MAX_BATCH"]
 
 
 async def test_the_stack_runs_the_server_it_is_told_to(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import signal
@@ -14,7 +15,7 @@ import uvloop
 from collm_common import logs
 from collm_common.broker import stop_all
 from collm_common.errors import CollmError
-from collm_common.settings import Common
+from collm_common.settings import Common, described
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,17 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
         return await tasks[0] if tasks[0].done() else None
     finally:
         await stop_all(*tasks)
+
+
+def no_arguments(service: str, settings: type[Common]) -> None:
+    """A service is told by its environment; `--help` lists what it reads. Ends the process for any argument."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m collm_{service}",
+        description="It takes no arguments; these variables set it, lists and mappings as JSON:",
+        epilog=described(settings, service),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
 
 
 def serve(

@@ -61,7 +61,23 @@ def load(cls: type[S], service: str, environ: Mapping[str, str] | None = None) -
     try:
         return msgspec.convert(values, cls, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{service} settings ({own}*): {error}") from error
+        missing = [
+            field.encode_name for field in msgspec.structs.fields(cls) if field.required and field.name not in values
+        ]
+        said = f"{own}{missing[0].upper()} is missing" if missing else f"{service} settings ({own}*): {error}"
+        raise SettingsError(said) from error
+
+
+def described(cls: type[Common], service: str) -> str:
+    """Every variable with its default, a line each."""
+    shared = Common.__struct_fields__
+    lines = []
+    for field in msgspec.structs.fields(cls):
+        prefix = PREFIX if field.name in shared else f"{PREFIX}{service.upper()}_"
+        made = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        default = "required" if field.required else f"default {msgspec.json.encode(made).decode()}"
+        lines.append(f"  {prefix}{field.name.upper()} ({default})")
+    return "\n".join(lines)
 
 
 def _value(variable: str, text: str, type_: object) -> object:
@@ -70,7 +86,8 @@ def _value(variable: str, text: str, type_: object) -> object:
     except msgspec.ValidationError as plain:
         try:
             return msgspec.convert(msgspec.json.decode(text), type_)
-        except msgspec.DecodeError:
-            raise SettingsError(f"{variable}: {plain}") from plain
         except msgspec.ValidationError as error:
             raise SettingsError(f"{variable}: {error}") from error
+        except msgspec.DecodeError as error:
+            said = f"not valid JSON: {error}" if text.lstrip().startswith(("{", "[")) else str(plain)
+            raise SettingsError(f"{variable}: {said}") from error

@@ -6,7 +6,7 @@ from functools import partial
 
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
-from collm_common.process import serve, stop_on_signals
+from collm_common.process import no_arguments, serve, stop_on_signals
 from collm_common.settings import load
 from collm_coordinator.service import Coordinator
 from collm_coordinator.settings import CoordinatorSettings
@@ -24,6 +24,7 @@ async def live(settings: CoordinatorSettings) -> None:
 
 def main() -> None:
     """Exit status as `serve` says."""
+    no_arguments("coordinator", CoordinatorSettings)
     serve("coordinator", partial(load, CoordinatorSettings, "coordinator"), live)
 
 

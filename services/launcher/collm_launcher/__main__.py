@@ -6,7 +6,7 @@ from functools import partial
 
 from collm_common.broker import connection
 from collm_common.clock import SystemClock
-from collm_common.process import serve, stop_on_signals
+from collm_common.process import no_arguments, serve, stop_on_signals
 from collm_common.settings import load
 from collm_launcher.service import Launcher
 from collm_launcher.settings import LauncherSettings
@@ -22,6 +22,7 @@ async def live(settings: LauncherSettings) -> None:
 
 def main() -> None:
     """Exit status as `serve` says."""
+    no_arguments("launcher", LauncherSettings)
     serve("launcher", partial(load, LauncherSettings, "launcher"), live)
 
 

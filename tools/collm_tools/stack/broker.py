@@ -26,14 +26,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def require_free(port: int) -> None:
-    """Raises BrokerError if somebody listens there: their broker must not be taken for ours."""
+def require_free(host: str, port: int, what: str) -> None:
+    """Raises BrokerError if somebody listens there: theirs must not be taken for ours."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
-            raise BrokerError(f"port {port} for the embedded broker: {error.strerror}") from error
+            raise BrokerError(f"port {port} for {what}: {error.strerror}") from error
 
 
 def server_binary(named: str = "") -> Path:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from collm_common.errors import SettingsError
-from collm_common.settings import PREFIX, SERVICES
+from collm_common.settings import FOR_TESTS, PREFIX, SERVICES, Common
 from collm_tools.stack.service import Spec
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-PASSED_ON = (*(f"{PREFIX}{service}_" for service in SERVICES), f"{PREFIX}KEY_PREFIX", f"{PREFIX}LOG_LEVEL")
+SHARED = tuple(f"{PREFIX}{name.upper()}" for name in Common.__struct_fields__)
+OF_SERVICES = tuple(f"{PREFIX}{service}_" for service in SERVICES)
+OF_OTHERS = tuple(f"{PREFIX}{name}_" for name in (FOR_TESTS, "GPU", "BASE", "BUILD", "PIP", "MODEL", "DATA"))
+"""Of tests and of docker compose."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,15 @@ class StackOptions:
         return self.data_dirs[index] if self.data_dirs else self.run_dir / "data" / self.replica_ids[index]
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Those that look like settings and are nobody's: a typo in a service's name."""
+    known = (*OF_SERVICES, *OF_OTHERS)
+    return sorted(key for key in environ if key.startswith(PREFIX) and key not in SHARED and not key.startswith(known))
+
+
 def service_specs(options: StackOptions, model: Path | str, redis_url: str, port: int) -> list[Spec]:
     """Every service but the broker, in the order of start. `model` is the resolved folder."""
-    shared = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
+    shared = {key: value for key, value in os.environ.items() if key.startswith(OF_SERVICES) or key in SHARED}
     shared |= {f"{PREFIX}REDIS_URL": redis_url} | dict.fromkeys(THREAD_VARIABLES, "1") | dict(options.env)
     dispatcher = {"HOST": options.host, "PORT": str(port), "MODELS": json.dumps({options.served_name: str(model)})}
     specs = [_spec("dispatcher", "dispatcher", dispatcher, shared)]

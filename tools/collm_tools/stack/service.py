@@ -13,6 +13,8 @@ from pathlib import Path
 from collm_common.errors import CollmError
 
 KILL_WAIT_S = 5.0
+WRONG_SETTINGS = 2
+"""The exit status of a service that refuses its settings: another start would end the same way."""
 
 
 class ServiceError(CollmError):
@@ -84,7 +86,7 @@ class Service:
             )
 
     async def watch(self) -> None:
-        """Restart it after each crash, until it is stopped or has left. Raises ServiceError after `limit` restarts."""
+        """Restart it after each crash, until it is stopped or has left. ServiceError after `limit` restarts."""
         while self.process is not None:
             code = await self.process.wait()
             self._kill_group(self.process.pid)
@@ -93,6 +95,10 @@ class Service:
             if code == 0 and self.spec.may_leave:
                 self._notify(f"{self.spec.name} has left")
                 return
+            if code == WRONG_SETTINGS:
+                raise ServiceError(
+                    f"{self.spec.name} cannot run with these settings; see {self.log_path}\n{self.tail()}"
+                )
             if self.restarts >= self.policy.limit:
                 what = f"{self.spec.name} ended with {code} after {self.restarts} restarts"
                 raise ServiceError(f"{what}; see {self.log_path}\n{self.tail()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -17,7 +18,7 @@ from collm_common.registry import Registry
 from collm_common.settings import Common
 from collm_tools.stack.broker import broker_spec, free_port, require_free, wait_for_broker
 from collm_tools.stack.model import resolve_model
-from collm_tools.stack.options import StackOptions, service_specs
+from collm_tools.stack.options import StackOptions, service_specs, unknown_variables
 from collm_tools.stack.service import RestartPolicy, Service, ServiceError, Spec
 
 BROKER_START_S = 20.0
@@ -56,6 +57,8 @@ class Stack:
         return Keys(self.options.env.get("COLLM_KEY_PREFIX", Common().key_prefix))
 
     async def __aenter__(self) -> Self:
+        if self.options.port:
+            require_free(self.options.host, self.options.port, "the HTTP service")
         try:
             await self._start_broker()
             await self._start_services()
@@ -108,7 +111,7 @@ class Stack:
 
     async def _start_broker(self) -> None:
         if not self.options.redis_url:
-            require_free(self.redis_port)
+            require_free("127.0.0.1", self.redis_port, "the embedded broker")
             spec = broker_spec(self.redis_port, self.options.run_dir / "broker", self.options.redis_server)
             self.broker = self._service(spec)
             await self.broker.start()
@@ -125,6 +128,8 @@ class Stack:
             model = await resolve_model(self.options.model, self.options.cache_dir, self.options.ready_s)
             for index in range(self.options.replicas):
                 self.options.data_dir(index).mkdir(parents=True, exist_ok=True)
+            for variable in unknown_variables(os.environ):
+                self._notify(f"{variable} is ignored: it is no setting of any service")
             specs = service_specs(self.options, model, self.redis_url, self.port)
         self._notify(f"starting {', '.join(spec.name for spec in specs)}")
         for spec in specs:
