@@ -238,6 +238,30 @@ async def test_patience_outlasts_a_restart_of_the_broker_and_ends_at_its_deadlin
         server.close()
 
 
+async def test_a_connection_that_is_lost_under_a_watched_key_counts_as_away() -> None:
+    """A launcher that dies of redis-py's word for a changed key when it was the broker that died."""
+    server = Broker()
+    server.start()
+
+    async def turn() -> bytes:
+        async with client.pipeline(transaction=True) as pipe:
+            await pipe.watch("a")
+            turns.append(len(turns))
+            if len(turns) == 1:
+                server.stop(signal.SIGKILL)
+                server.start()
+            return bytes(await pipe.get("a"))
+
+    turns: list[int] = []
+    try:
+        async with connection(server.url) as client:
+            await client.set("a", "b")
+            assert await patiently(turn, deadline_s=30) == b"b"
+            assert len(turns) == 2
+    finally:
+        server.close()
+
+
 def test_a_connection_that_closes_under_a_command_counts_as_away(broker: Broker) -> None:
     """A service that dies of the event loop's own error in the moment in which the broker does."""
 

@@ -20,6 +20,7 @@ from collm_replica.adapters import decode
 from collm_tools.stack.service import Service
 from collm_tools.stack.stack import Stack
 from tests.end_to_end.test_whole_stack import PROMPTS, QUICK, answers, heard, process, whole_stack
+from tests.support.broker import Broker
 from tests.support.waiting import eventually
 
 STRIKES = (
@@ -41,14 +42,14 @@ def reached(events: Sequence[AnyMessage], round_: int, phase: str) -> bool:
     return any(event.status == phase for event in changes)
 
 
-async def strike(stack: Stack, redis: Redis, victim: str) -> None:
-    """SIGKILL; the local stack starts again what it started."""
+async def strike(stack: Stack, redis: Redis, broker: Broker, victim: str) -> None:
+    """SIGKILL; the local stack starts the services again."""
     if victim in ("launcher", "coordinator"):
         kill(service(stack, victim))
         return
     if victim == "broker":
-        assert stack.broker is not None
-        kill(stack.broker)
+        broker.stop(signal.SIGKILL)
+        broker.start()
         return
     (job,) = await redis.smembers(stack.keys.jobs)
     rows = await redis.hmget(stack.keys.job(job.decode()), "server", "clients")
@@ -72,10 +73,11 @@ def kill(victim: Service) -> None:
 @pytest.mark.timeout(240)
 async def test_a_job_outlives_whatever_is_killed_in_its_rounds(tmp_path: Path) -> None:
     """A job that hangs, a replica that is never given back, or a version that is published and cannot be loaded."""
-    async with whole_stack(tmp_path, ENV) as (stack, redis):
+    broker = Broker()
+    async with whole_stack(tmp_path, ENV, broker) as (stack, redis):
         for round_, phase, victim in STRIKES:
             await eventually(partial(_reached, redis, stack, round_, phase), within_s=60)
-            await strike(stack, redis, victim)
+            await strike(stack, redis, broker, victim)
         await eventually(partial(_ended, redis, stack), within_s=90)
         await eventually(partial(_all_serve, redis, stack), within_s=60)
 

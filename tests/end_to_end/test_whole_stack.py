@@ -64,8 +64,10 @@ QUICK = {
 
 
 @asynccontextmanager
-async def whole_stack(tmp_path: Path, env: dict[str, str]) -> AsyncIterator[tuple[Stack, Redis]]:
-    """Broker, dispatcher, three replicas with private data, launcher, coordinator, each with its own rights.
+async def whole_stack(
+    tmp_path: Path, env: dict[str, str], broker: Broker | None = None
+) -> AsyncIterator[tuple[Stack, Redis]]:
+    """Dispatcher, three replicas with private data, launcher, coordinator, each with its own rights at the broker.
 
     At the end, nobody has asked the broker for what it may not have.
     """
@@ -82,7 +84,7 @@ async def whole_stack(tmp_path: Path, env: dict[str, str]) -> AsyncIterator[tupl
         "COLLM_REPLICA_RUN_DIR": str(tmp_path),
         "COLLM_REPLICA_DEVICE": os.environ.get("COLLM_TEST_DEVICE", "cpu"),
     }
-    broker = Broker()
+    broker = broker or Broker()
     options = StackOptions(
         str(model), "tiny", tmp_path / "run", data_dirs=folders, port=0, redis_url=broker.url, env={**small, **env}
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import redis as blocking_redis
 
-from tests.support.users import add_users
+from tests.support.users import lines
 
 
 def free_port() -> int:
@@ -57,6 +57,9 @@ class Broker:
         """Start and wait until it answers."""
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
         options += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
+        users = self.folder / "users.acl"
+        users.write_text("\n".join(lines()))
+        options += ["--aclfile", str(users)]
         log = (self.folder / "log").open("ab")
         # A write past a limit on file sizes fails, as on a full disk: signals as Python has them, or it would kill.
         self.process = subprocess.Popen([server_binary(), *options], stdout=log, stderr=log, restore_signals=False)
@@ -71,7 +74,6 @@ class Broker:
                     assert self.process.poll() is None, (self.folder / "log").read_text()
                 else:
                     break
-            add_users(client)
 
     def fill_disk(self) -> None:
         """From now on nothing more fits into the append-only file."""

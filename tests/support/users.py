@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
-import redis as blocking_redis
 from redis.asyncio import Redis
 
 from collm_common.broker import connection
@@ -34,20 +33,11 @@ def lines() -> tuple[str, ...]:
     return tuple(line for line in found if not line.startswith("user default "))
 
 
-def add_users(client: blocking_redis.Redis) -> None:
-    """A server before Redis 7 does not know rights to read alone, and has none of them."""
-    if int(client.info("server")["redis_version"].split(".")[0]) >= 7:
-        for line in lines():
-            client.execute_command("ACL", "SETUSER", *line.split()[1:])
-
-
 @asynccontextmanager
 async def as_user(redis: Redis, user: str) -> AsyncIterator[Redis]:
-    """Another client of the same server, with the rights of a service; those of `redis` where there are no users."""
+    """Another client of the same server, with the rights of a service."""
     port = redis.connection_pool.connection_kwargs["port"]
-    known = user.encode() in await redis.execute_command("ACL", "USERS")
-    login = f"{user}:{user}@" if known else ""
-    async with connection(f"redis://{login}127.0.0.1:{port}/0") as own:
+    async with connection(f"redis://{user}:{user}@127.0.0.1:{port}/0") as own:
         yield own
 
 

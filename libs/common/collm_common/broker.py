@@ -18,7 +18,14 @@ from collm_common.clock import Clock, SystemClock
 from collm_common.errors import BrokerError, BrokerFault, SettingsError
 from collm_common.trouble import TROUBLES, fault
 
-AWAY = (failures.ConnectionError, failures.TimeoutError, failures.ResponseError, OSError)
+AWAY = (
+    failures.ConnectionError,
+    failures.TimeoutError,
+    failures.ResponseError,
+    # Of a connection that was lost between WATCH and EXEC: whether a watched key changed is not known.
+    failures.WatchError,
+    OSError,
+)
 """The broker cannot be reached, or refuses: `trouble.fault` tells whether waiting helps."""
 BLOCK_S = 1.0
 COMMAND_TIMEOUT_S = 5.0
