@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestServer
 from collm_common.errors import CollmError
 from collm_tools.cli import main, parser
 from collm_tools.commands.load import arrivals, slo_of, write_json
+from tests.support.broker import free_port
 from tests.tools import cell
 
 
@@ -69,6 +70,13 @@ def test_an_unwritable_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CollmError, match="cannot write"):
         write_json(tmp_path / "file" / "x.json", {})
+
+
+def test_a_run_that_reached_nobody_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that goes on as if a service had been measured that was not there."""
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["load", "--model", "m", "--url", url, "--duration", "2", "--rate", "3"]) == 1
+    assert "error" in capsys.readouterr().out
 
 
 def test_the_script_is_the_same_command() -> None:

@@ -184,6 +184,7 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "other" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     for name, why in (
         ("file.bin", "neither a folder nor"),
+        ("nowhere", "does not exist"),
         ("none.gguf", "does not exist"),
         ("empty", r"config\.json"),
         ("other", "GPT2LMHeadModel is not served"),

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from collm_common.errors import CollmError
 from collm_tools.commands import adapter, completion, demo, doctor, drain, keys, load, reproduce, simulate, status, up
@@ -20,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="collm", description="Serve a language model and fine-tune it on the same copy of its weights."
     )
+    root.add_argument("--version", action="version", version=f"collm {version('collm-tools')}")
     subcommands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(subcommands)

