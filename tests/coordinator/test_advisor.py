@@ -6,7 +6,7 @@ import pytest
 
 from collm_common.latency import LatencyModel, Line
 from collm_common.types import BatchSizes, ReplicaState, Slo
-from collm_coordinator.advisor import Member, Rules, choose, probe, rate_to_carry, slowed
+from collm_coordinator.advisor import Member, Rules, choose, first_sizes, probe, rate_to_carry, slowed
 from collm_coordinator.replica_model import ReplicaModel
 from collm_coordinator.traffic import Traffic
 
@@ -23,6 +23,17 @@ def member(id_: str, state: ReplicaState, rate: float = 0.0, law: LatencyModel |
     model = ReplicaModel(laws={} if law is None else {1.0: law})
     model.traffic = Traffic(finished=10 * rate, elapsed_s=10.0)
     return Member(id_, state, 32, model)
+
+
+def test_a_job_begins_with_what_an_earlier_one_has_told() -> None:
+    """A random batch at the start of every job, though the best one is known; or a share that is never measured."""
+    known = member("t", ReplicaState.COMBINED)
+    best = choose(known, LAW, RULES, 0.0).sizes
+    assert {first_sizes(str(seed), known, RULES, 0.0, 8) for seed in range(8)} == {best}
+    known.model.shares = (1.0, 0.3)
+    drawn = [first_sizes(str(seed), known, RULES, 0.0, 8, number=seed) for seed in range(8)]
+    assert len({sizes.train for sizes in drawn}) > 1
+    assert [sizes.sm_share for sizes in drawn] == [0.3, 1.0] * 4
 
 
 def test_replicas_that_train_carry_what_the_serving_ones_leave_over() -> None:

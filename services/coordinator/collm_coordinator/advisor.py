@@ -19,6 +19,7 @@ from collm_coordinator.solver import (
     Learning,
     carried,
     choices,
+    first_draw,
     keeps_slo,
     largest_infer_batch,
     solve_shares,
@@ -70,6 +71,21 @@ def choose(member: Member, law: LatencyModel, rules: Rules, rate: float, within_
     demand = demand_on(member.model, law, rules, rate)
     laws = [law] if within_round else _laws(member.model, law)
     return solve_shares(laws, batches, member.infer_max, demand, _learning(member), floor)
+
+
+def first_sizes(seed: str, member: Member, rules: Rules, rate: float, draw_max: int, number: int = 0) -> BatchSizes:
+    """Sizes for client `number` of a job that starts: the best ones where an earlier job has told the laws.
+
+    Else a draw with B of about `draw_max`; each client takes another one of the SM shares, so that all are measured.
+    """
+    model = member.model
+    laws = [model.laws.get(share) for share in model.shares or (model.share,)]
+    told = [law for law in laws if law is not None and law.train is not None and law.infer.train_identified]
+    if len(told) == len(laws):
+        return choose(member, told[0], rules, rate).sizes
+    drawn = first_draw(seed, draw_max, member.infer_max)
+    share = sorted(model.shares)[number % len(model.shares)] if model.shares else model.share
+    return msgspec.structs.replace(drawn, sm_share=share)
 
 
 def rate_to_carry(id_: str, members: Collection[Member], backlog: int, rules: Rules) -> float:

@@ -30,14 +30,14 @@ from collm_common.streams import Entry, Tail
 from collm_common.trouble import contained, written
 from collm_common.types import BatchSizes, ReplicaInfo, ReplicaState
 from collm_common.watch import Watch
-from collm_coordinator.advisor import Member, choose, demand_on, probe, rate_to_carry, slowed
+from collm_coordinator.advisor import Member, choose, demand_on, first_sizes, probe, rate_to_carry, slowed
 from collm_coordinator.comparison import Comparison
 from collm_coordinator.configurations import Configurations
 from collm_coordinator.metrics import Metrics
 from collm_coordinator.probing import Cell
 from collm_coordinator.replica_model import ReplicaModel
 from collm_coordinator.settings import CoordinatorSettings
-from collm_coordinator.solver import first_draw, keeps_slo
+from collm_coordinator.solver import keeps_slo
 
 log = logging.getLogger(__name__)
 
@@ -114,23 +114,27 @@ class Coordinator:
         if status != b"forming" or not clients:
             return
         replicas = await self._registry.replicas()
-        for number, id_ in enumerate(clients.decode(errors="replace").split(",")):
-            info = replicas.get(id_)
-            if info is None or info.state is not ReplicaState.IDLE:
-                continue
-            await self._configure(id_, self._first_sizes(job, info, number), f"first sizes for job {job}")
+        ids = clients.decode(errors="replace").split(",")
+        joining = {
+            id_: msgspec.structs.replace(replicas[id_], state=ReplicaState.COMBINED, job=job)
+            for id_ in ids
+            if id_ in replicas and replicas[id_].state is ReplicaState.IDLE
+        }
+        for number, info in enumerate(joining.values()):
+            sizes = await self._first_sizes(job, info, {**replicas, **joining}, number)
+            await self._configure(info.id, sizes, f"first sizes for job {job}")
             now = self.clock.now()
-            await self._registry.transition(id_, ReplicaState.IDLE, ReplicaState.COMBINED, f"job {job} starts", now)
+            await self._registry.transition(info.id, ReplicaState.IDLE, ReplicaState.COMBINED, f"job {job} starts", now)
 
-    def _first_sizes(self, job: str, info: ReplicaInfo, number: int) -> BatchSizes:
-        """A draw; each client of a job takes another one of the SM shares, so that all are measured."""
-        settings, model = self.settings, self._model(info.id)
+    async def _first_sizes(self, job: str, info: ReplicaInfo, replicas: Infos, number: int) -> BatchSizes:
+        settings, member = self.settings, await self._member(info)
         if settings.fixed is not None:
             return settings.fixed
-        drawn = first_draw(f"{settings.seed} {job} {info.id}", settings.first_train_max, info.infer_batch_max)
-        model.progress.start(job, drawn.train)
-        share = sorted(model.shares)[number % len(model.shares)] if model.shares else model.share
-        return msgspec.structs.replace(drawn, sm_share=share)
+        rate = await self._rate_to_carry(info, replicas)
+        seed = f"{settings.seed} {job} {info.id}"
+        sizes = first_sizes(seed, member, settings.rules, rate, settings.first_train_max, number)
+        member.model.progress.start(job, sizes.train)
+        return sizes
 
     # --- probes
 
@@ -245,8 +249,7 @@ class Coordinator:
         if self.settings.fixed is not None:
             return
         member = await self._member(info)
-        members = [await self._member(peer) for peer in replicas.values() if peer.alive and peer.model == info.model]
-        rate = rate_to_carry(info.id, members, await self._backlog(info.model), rules)
+        rate = await self._rate_to_carry(info, replicas)
         choice = choose(member, law, rules, rate, within_round)
         sizes = choice.sizes
         if within_round and known is not None:
@@ -257,6 +260,10 @@ class Coordinator:
             self.metrics.dangers.labels(info.id).inc()
         found = f"goodput {choice.goodput:.3g} samples/s, {choice.rate:.3g} requests/s of {rate:.3g}"
         await self._configure(info.id, sizes, why + (found if choice.feasible else "nothing keeps the SLO"))
+
+    async def _rate_to_carry(self, info: ReplicaInfo, replicas: Infos) -> float:
+        members = [await self._member(peer) for peer in replicas.values() if peer.alive and peer.model == info.model]
+        return rate_to_carry(info.id, members, await self._backlog(info.model), self.settings.rules)
 
     async def _member(self, info: ReplicaInfo) -> Member:
         accumulation = await self._accumulation(info.job) if info.job else 1
