@@ -16,7 +16,7 @@ from collm_tools.load.traffic import Arrival, phases
 from collm_tools.simulator.cell import Cell
 from collm_tools.simulator.coordinating import CoordinatorRules
 from collm_tools.simulator.federation import Federation, Training
-from collm_tools.simulator.learning import DEMO_ROUNDS, Curve, demo_curve, effective
+from collm_tools.simulator.learning import DEMO_ROUNDS, UNLIKE_ROUNDS, Curve, effective, fitted
 from collm_tools.simulator.offers import offers
 from collm_tools.simulator.replica import Replica
 from collm_tools.simulator.request import SimRequest
@@ -47,6 +47,8 @@ class Run:
         cell.on_state.append(self._note)
         rules = CoordinatorRules(SLO, max_train_batch=8, pair=pair)
         self.federation = Federation(cell, training, rules, latency)
+        self.chosen: list[BatchSizes] = []
+        cell.every(1.0, lambda _: self.chosen.extend(self.federation.coordinating.sizes.values()))
         cell.run(offers(load, SLO))
 
     def _note(self, now: float, replica: Replica, before: ReplicaState, reason: str) -> None:
@@ -121,11 +123,19 @@ def test_fixed_sizes_stay_fixed() -> None:
     assert trained <= {pair}
 
 
-def test_the_curve_goes_through_what_was_measured() -> None:
+def test_the_coordinator_chooses_sizes_at_the_end_of_a_round() -> None:
+    """First draws that last for ever, for at a round's end no client trains: B is 1 or 2 then, where 4 and more pay."""
+    run = Run(LULL, structs.replace(TRAINING, rules=Rules(rounds=6, steps=5, hyper=Hyperparams(accumulation=2))))
+    assert max(sizes.train for sizes in run.chosen) > 2
+    assert all(sizes.infer >= 2 for sizes in run.chosen)
+
+
+@pytest.mark.parametrize(("rounds", "within"), [(DEMO_ROUNDS, 0.01), (UNLIKE_ROUNDS, 0.06)])
+def test_the_curve_has_the_shape_of_what_was_measured(rounds: tuple[tuple[float, float], ...], within: float) -> None:
     """A shape that no federated run has shown."""
-    curve = demo_curve()
-    for samples, cross_entropy in DEMO_ROUNDS:
-        assert curve.cross_entropy(samples) == pytest.approx(cross_entropy, abs=1e-6)
+    curve = fitted(rounds)
+    for samples, cross_entropy in rounds:
+        assert curve.cross_entropy(samples) == pytest.approx(cross_entropy, abs=within)
     assert curve.samples_to(curve.cross_entropy(50.0)) == pytest.approx(50.0)
     assert curve.samples_to(curve.end) == inf
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,7 +29,7 @@ from collm_launcher.loads import Loads
 from collm_launcher.policy import rounds
 from collm_launcher.policy.idle import IdleRules
 from collm_launcher.policy.job import Action, Announce, Job, Publish, Return, Rules, Score, Send
-from collm_tools.simulator.cell import Cell
+from collm_tools.simulator.cell import Cell, Timer
 from collm_tools.simulator.client import Client
 from collm_tools.simulator.coordinating import Coordinating, CoordinatorRules
 from collm_tools.simulator.learning import Curve
@@ -73,7 +74,7 @@ class Federation:
         self.version, self.following = 0, 1
         self.samples = {0: 0.0}
         self.reached: list[tuple[float, float]] = [(0.0, training.curve.start)]
-        self.coordinating = Coordinating(coordinator, self.replicas, latency)
+        self.coordinating = Coordinating(coordinator, self.replicas, latency, cell.settle)
         self._loads = Loads(training.idle, training.combined_share)
         self._jobs: dict[str, str] = {}
         self._clients: dict[str, Client] = {}
@@ -82,8 +83,19 @@ class Federation:
         for replica in self.replicas.values():
             replica.loss = training.curve.start
         cell.on_state.append(self._state_changed)
-        cell.every(training.tick_s, self._tick)
-        cell.every(training.fit_s, self.coordinating.fit)
+        self.spent_s = 0.0
+        cell.every(training.tick_s, self._counted(self._tick))
+        cell.every(training.fit_s, self._counted(self.coordinating.fit))
+
+    def _counted(self, timer: Timer) -> Timer:
+        """With its time in `spent_s`: what launcher and coordinator think, and what is simulated around it."""
+
+        def timed(now: float) -> None:
+            began_s = time.perf_counter()
+            timer(now)
+            self.spent_s += time.perf_counter() - began_s
+
+        return timed
 
     # --- ticks
 
@@ -203,7 +215,7 @@ class Federation:
                 replica.configure(now, sizes.infer, sizes.train)
                 self.cell.settle(replica)
                 client = self._clients[replica.id] = Client.begin(now, replica, command, self.training.noise_scale)
-                self.cell.at(now + client.left_s(), partial(self._due, client))
+                self.cell.at(now + client.left_s(), self._counted(partial(self._due, client)))
             case Aggregate():
                 self.cell.at(now + self.training.aggregate_s, partial(self._aggregated, command))
             case Evaluate():
@@ -220,7 +232,7 @@ class Federation:
             return
         self._look(now, client)
         if client.left > 1e-6:
-            self.cell.at(now + client.left_s(), partial(self._due, client))
+            self.cell.at(now + client.left_s(), self._counted(partial(self._due, client)))
             return
         replica.configure(now, replica.b, 0)
         self.cell.settle(replica)
@@ -245,6 +257,7 @@ class Federation:
     def _look(self, now: float, client: Client) -> None:
         if (report := client.look(now)) is not None:
             self.coordinating.hear(report)
+            self.coordinating.probe(now, client.replica, report)
         if self.training.snapshots:
             samples = self.samples[client.command.start] + client.done
             client.replica.loss = min(client.replica.loss, self.training.curve.cross_entropy(samples))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 import numpy as np
@@ -19,36 +20,44 @@ FloatArray = NDArray[np.float64]
 Sharing = Literal["30", "60", "100", "timeslice"]
 """The trainer's share of the SMs in percent, under MPS; or time slicing."""
 
-PREFILL_ROWS = {"30": "30", "60": "100", "100": "100", "timeslice": "100"}
-"""Prefill was measured beside a trainer at 30 % and 100 %; where it was not, the slower one stands in."""
+SECTIONS = {"30": ("mps", "0.3"), "60": ("mps", "0.6"), "100": ("mps", "1.0"), "timeslice": ("turns", "")}
+GRID = "beside_h200.csv"
+SHORT, LONG = 320, 2000
+"""Contexts in the grid, tokens."""
 
 MICRO_STEP_SLOWED_BY_PREFILL = 1310 / 596
 """A trainer of B = 4 at 30 % beside steady prefill, over the same beside steady decode (milliseconds a step, H200)."""
 
-ENGINE_S = ((1, 0.00505), (16, 0.00542), (64, 0.00602))
-"""(n, a step of the engine with adapters). The grid beside trainers was measured with a slower forerunner of it: what a
-trainer adds is taken from the grid, and added to these (H200, docs/engine.md)."""
-
 MERGED_DECODE, MERGED_PREFILL = 0.92, 0.947
 """The engine's time without LoRA over that with it: 4.60 / 5.05 to 5.57 / 6.02 ms a step, 372 / 393 ms a prefill."""
 
-IDLE_ACTIVITY, LEAST_ACTIVITY, MOST_ACTIVITY = 0.03, 0.45, 0.61
-PREFILL_ACTIVITY = 0.9
-TRAINER_ACTIVITY: dict[str, float] = {"30": 0.27, "60": 0.54, "100": 0.9, "timeslice": 0.9}
+MIXED_S = 0.0144
+"""A step with a prefill in it has no graph: launching its kernels takes this long however few its tokens (H200)."""
+
+IDLE_ACTIVITY, PREFILL_ACTIVITY = 0.03, 0.9
+"""Of the SMs; that of prefill is assumed."""
+
+STEP_TOKENS = 2048
+"""Of the grid's prefill, and at most in one step."""
+
+Table = tuple[tuple[float, ...], ...]
 
 
 class Hardware(Struct, frozen=True):
     """Tables by train batch B (0: no training) and running batch b, in seconds; their last entry holds beyond them.
 
     `decode[B][b]` is one iteration, `prefill[B]` what a prompt token adds to one, `micro_step[B]` one training
-    micro-step beside decodes. `trainer_activity` is the SM activity of a trainer alone.
+    micro-step beside decodes; an iteration with prompts in it takes at least `mixed_s`. `activity[B][b]` is that of
+    the SMs in 0..1, `prefill_activity[B]` the same while prompts are prefilled.
     """
 
-    decode: tuple[tuple[float, ...], ...]
+    decode: Table
     prefill: tuple[float, ...]
     micro_step: tuple[float, ...]
+    activity: Table
+    prefill_activity: tuple[float, ...]
     step_tokens: int = 2048
-    trainer_activity: float = TRAINER_ACTIVITY["30"]
+    mixed_s: float = 0.0
 
     @property
     def most(self) -> int:
@@ -59,20 +68,6 @@ class Hardware(Struct, frozen=True):
     def most_train(self) -> int:
         """The largest B."""
         return len(self.decode) - 1
-
-    def activity(self, running: int, prefilling: bool, training: bool) -> float:
-        """SM activity in 0..1. Two processes combine as independent ones: 1 - (1 - u)(1 - v).
-
-        Measured: 0.45 at b = 1, 0.61 at 64, 0.27 for a trainer at 30 %, 0.71 for both; this gives 0.71. That of
-        prefill, and of trainers at other shares, is assumed (`PREFILL_ACTIVITY`, `TRAINER_ACTIVITY`).
-        """
-        if prefilling:
-            inference = PREFILL_ACTIVITY
-        elif running:
-            inference = LEAST_ACTIVITY + (MOST_ACTIVITY - LEAST_ACTIVITY) * min(1.0, (running - 1) / 63)
-        else:
-            inference = IDLE_ACTIVITY
-        return 1 - (1 - inference) * (1 - self.trainer_activity) if training else inference
 
 
 def linear(
@@ -86,91 +81,116 @@ def linear(
     step_tokens: int = 2048,
 ) -> Hardware:
     """T(B, b) = base + per_sequence b + per_train B; a micro-step takes `micro_step_s` a sample."""
+    trains, batches = range(most_train + 1), range(most + 1)
+    beside = [0.3 if train else 0.0 for train in trains]
     return Hardware(
-        decode=tuple(
-            tuple(base_s + per_sequence_s * b + per_train_s * train for b in range(most + 1))
-            for train in range(most_train + 1)
-        ),
+        decode=tuple(tuple(base_s + per_sequence_s * b + per_train_s * train for b in batches) for train in trains),
         prefill=(prefill_s_per_token,) * (most_train + 1),
-        micro_step=tuple(micro_step_s * max(1, train) for train in range(most_train + 1)),
+        micro_step=tuple(micro_step_s * max(1, train) for train in trains),
+        activity=tuple(tuple(both(0.5 if b else IDLE_ACTIVITY, beside[train]) for b in batches) for train in trains),
+        prefill_activity=tuple(both(PREFILL_ACTIVITY, beside[train]) for train in trains),
         step_tokens=step_tokens,
     )
 
 
-def measured(sharing: Sharing = "30", slower: float = 1.0, most_train: int = 16) -> Hardware:
-    """An H200 with an 8B model, `slower` times slower: measured decode steps and prefills between their grid points.
+def both(first: float, second: float) -> float:
+    """The SM activity of two processes that do not look at each other: 1 - (1 - u)(1 - v)."""
+    return 1 - (1 - first) * (1 - second)
 
-    The trainer's step is the least-squares line over B: its column is too coarse to look anything up in it.
+
+@cache
+def measured(
+    sharing: Sharing = "30", slower: float = 1.0, most_train: int = 16, context_tokens: float = SHORT
+) -> Hardware:
+    """An H200 with an 8B model, `slower` times slower: the engine's own grid, straight between its points.
+
+    Every sequence's context beyond the grid's shorter one costs what it does between the grid's two contexts at 64
+    sequences. A trainer's step is the least-squares line over B. The activity of a trainer alone was not measured: it
+    is what explains that of both, as of independent ones; by turns it has all SMs while it is alone.
     """
-    decode = _decode_rows()
-    batches = (0, *sorted({train for share, train, _ in decode if share == sharing}))
-    sizes = sorted({infer for _, _, infer in decode})
-    engine: FloatArray = np.interp(sizes, [n for n, _ in ENGINE_S], [step_s for _, step_s in ENGINE_S])
-    alone = np.array([decode["alone", 0, infer] for infer in sizes])
-    grid = {0: engine}
-    for train in batches[1:]:
-        grid[train] = engine + np.array([decode[sharing, train, infer] for infer in sizes]) / 1000 - alone / 1000
+    rows = _rows(sharing)
+    alone = _rows("100") if sharing == "timeslice" else rows
+    batches = sorted({row.train for row in rows})
+    sizes = sorted({row.infer for row in rows if row.infer})
+    context_s = [
+        (_one(rows, train, sizes[-1], LONG).step_s - _one(rows, train, sizes[-1], SHORT).step_s)
+        / ((LONG - SHORT) * sizes[-1])
+        for train in (b for b in batches if b != 1)
+    ]
+    longer = np.interp(range(most_train + 1), [b for b in batches if b != 1], context_s) * (context_tokens - SHORT)
+    decode = _table(batches, sizes, most_train, [[_one(rows, t, b, SHORT).step_s for b in sizes] for t in batches])
+    activity = _table(batches, sizes, most_train, [[_one(rows, t, b, SHORT).activity for b in sizes] for t in batches])
+    prefill = [_one(rows, t, 0, 0).prefill_s - _one(rows, t, 1, SHORT).step_s for t in batches]
+    trainer = np.interp(range(most_train + 1), batches, [_trainer_activity(alone, t, sizes) for t in batches])
+    told = [(row.train, row.micro_step_s) for row in rows if row.train and row.context == SHORT]
+    slope, base = np.polyfit([train for train, _ in told], [seconds for _, seconds in told], 1)
     return Hardware(
         decode=tuple(
-            tuple(slower * value for value in _between(batches, grid, sizes, train)) for train in range(most_train + 1)
+            tuple(slower * float(value + longer[train] * b) for b, value in enumerate(row))
+            for train, row in enumerate(decode)
         ),
-        prefill=tuple(slower * value for value in _prefill_slopes(PREFILL_ROWS[sharing], most_train)),
-        micro_step=tuple(slower * value for value in _micro_steps(sharing, most_train)),
-        trainer_activity=TRAINER_ACTIVITY[sharing],
+        prefill=tuple(
+            slower * float(value) / STEP_TOKENS for value in np.interp(range(most_train + 1), batches, prefill)
+        ),
+        micro_step=tuple(slower * float(max(0.0, base) + slope * max(1, train)) for train in range(most_train + 1)),
+        activity=tuple(
+            (both(IDLE_ACTIVITY, float(trainer[train])), *map(float, row[1:])) for train, row in enumerate(activity)
+        ),
+        prefill_activity=tuple(both(PREFILL_ACTIVITY, float(value)) for value in trainer),
+        step_tokens=STEP_TOKENS,
+        mixed_s=slower * MIXED_S,
     )
 
 
-def _between(batches: Sequence[int], grid: dict[int, FloatArray], sizes: Sequence[int], train: int) -> list[float]:
-    wanted = range(max(sizes) + 1)
-    rows = np.array([np.interp(wanted, sizes, grid[batch]) for batch in batches])
-    return [float(np.interp(train, batches, rows[:, b])) for b in wanted]
+class Row(Struct, frozen=True):
+    """A point of the grid, or the median of its repetitions; 0 where something was not measured."""
+
+    train: int
+    infer: int
+    context: int
+    step_s: float
+    activity: float
+    prefill_s: float
+    micro_step_s: float
 
 
-def _decode_rows() -> dict[tuple[str, int, int], float]:
-    """Milliseconds; a point that lies below its lighter neighbours is none of the hardware, and is left to them."""
-    rows = {
-        (row["sm_share"], int(row["train_batch"]), int(row["infer_batch"])): float(row["decode_ms_p50"])
-        for row in _table("h200_decode.csv")
-    }
-    for (share, train, infer), value in rows.items():
-        peers = [rows[share, train, b] for (s, t, b) in rows if (s, t) == (share, train)]
-        if value < 0.6 * median(peers) and infer > 1:
-            rows[share, train, infer] = median(peers)
-    return rows
+def _rows(sharing: Sharing) -> list[Row]:
+    """What was measured alone, at any time, and beside a trainer of this share."""
+    section, found = SECTIONS[sharing], []
+    wanted = [row for row in _grid() if row["train_batch"] == "0" or (row["sharing"], row["sm_share"]) == section]
+    points = sorted({(int(row["train_batch"]), int(row["sequences"]), int(row["context"])) for row in wanted})
+    for point in points:
+        rows = [r for r in wanted if (int(r["train_batch"]), int(r["sequences"]), int(r["context"])) == point]
+        step, activity, prefill, micro = (
+            median([float(row[name]) for row in rows if row[name]] or [0.0])
+            for name in ("step_median_ms", "sm_activity", "prefill_2048_ms", "train_step_median_ms")
+        )
+        found.append(Row(*point, step / 1000, activity, prefill / 1000, micro / 1000))
+    return found
 
 
-def _prefill_slopes(share: str, most_train: int) -> list[float]:
-    """Seconds a prompt token, by B: the least-squares slope over prompts of 512 tokens and more."""
-    points: dict[int, list[tuple[float, float]]] = {}
-    for row in _table("h200_prefill.csv"):
-        if row["sm_share"] in ("alone", share) and int(row["prompt_tokens"]) >= 512:
-            point = (float(row["prompt_tokens"]), float(row["prefill_ms_p50"]))
-            points.setdefault(int(row["train_batch"]), []).append(point)
-    slopes = {train: _straight(rows)[0] for train, rows in points.items()}
-    known = sorted(slopes)
-    return [float(np.interp(train, known, [slopes[k] for k in known])) / 1000 for train in range(most_train + 1)]
+def _one(rows: Sequence[Row], train: int, infer: int, context: int) -> Row:
+    return next(row for row in rows if (row.train, row.infer, row.context) == (train, infer, context))
 
 
-def _micro_steps(share: str, most_train: int) -> list[float]:
-    """Seconds of a micro-step of B samples, by B."""
-    told = [
-        (int(row["train_batch"]), float(row["train_step_ms"]) / 1000)
-        for row in _table("h200_decode.csv")
-        if row["sm_share"] == share and row["train_step_ms"] and not (share == "30" and row["train_batch"] == "16")
-    ]
-    slope, base = _straight(told)
-    return [max(0.0, base) + slope * max(1, train) for train in range(most_train + 1)]
+def _trainer_activity(rows: Sequence[Row], train: int, sizes: Sequence[int]) -> float:
+    """v of 1 - (1 - u)(1 - v), u that of decoding alone; the mean over b."""
+    if not train:
+        return 0.0
+    pairs = [(_one(rows, 0, b, SHORT).activity, _one(rows, train, b, SHORT).activity) for b in sizes]
+    return fmean(max(0.0, 1 - (1 - shared) / (1 - alone)) for alone, shared in pairs)
 
 
-def _straight(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(slope, value at 0) of the least-squares line."""
-    slope, base = np.polyfit([x for x, _ in points], [y for _, y in points], 1)
-    return float(slope), float(base)
+def _table(
+    batches: Sequence[int], sizes: Sequence[int], most_train: int, values: Sequence[Sequence[float]]
+) -> FloatArray:
+    """(B, b) from 0 on, linear between the measured ones."""
+    wide: FloatArray = np.array([np.interp(range(sizes[-1] + 1), sizes, row) for row in values])
+    return np.array([np.interp(range(most_train + 1), batches, column) for column in wide.T]).T
 
 
-def _table(name: str) -> list[dict[str, str]]:
-    file = files("collm_tools.simulator") / "data" / name
+def _grid() -> list[dict[str, str]]:
     try:
-        return list(csv.DictReader(file.read_text().splitlines()))
+        return list(csv.DictReader((files("collm_tools.simulator") / "data" / GRID).read_text().splitlines()))
     except FileNotFoundError as error:
-        raise DataError(f"{name} is not installed", field="hardware") from error
+        raise DataError(f"{GRID} is not installed", field="hardware") from error

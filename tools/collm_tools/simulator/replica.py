@@ -139,7 +139,12 @@ class Replica:
         iterations = elapsed * self._rate
         self._pace += iterations
         running, prefilling, train = len(self._running), bool(self._burst), self.training
-        activity = elapsed * self.hardware.activity(running, prefilling, train > 0)
+        hardware = self.hardware
+        if prefilling:
+            activity = elapsed * hardware.prefill_activity[train]
+        else:
+            row = hardware.activity[train]
+            activity = elapsed * (row[running] if running < len(row) else row[-1])
         self.activity_s += activity
         meter = self.meter
         meter.activity_s += activity
@@ -153,7 +158,7 @@ class Replica:
                 meter.decoded(train, running, elapsed, iterations)
         if train:
             slowed = MICRO_STEP_SLOWED_BY_PREFILL if prefilling else 1.0
-            self.micro_steps += elapsed / (slowed * self.hardware.micro_step[train])
+            self.micro_steps += elapsed / (slowed * hardware.micro_step[train])
             self.train_s += elapsed
 
     def step(self, now: float) -> None:
@@ -218,14 +223,14 @@ class Replica:
         self._schedule()
 
     def _begin_burst(self, now: float, tokens: int) -> None:
-        train = self.training
-        pieces = max(1, ceil(tokens / self.hardware.step_tokens))
-        row = self.hardware.decode[train]
+        train, hardware = self.training, self.hardware
+        pieces = max(1, ceil(tokens / hardware.step_tokens))
+        row = hardware.decode[train]
         decode_s = row[min(self.running, len(row) - 1)]
-        prefill_s = self.hardware.prefill[train] * tokens
+        prefill_s = hardware.prefill[train] * tokens
         if self._merging and len(self.adapters) == 1:
             decode_s, prefill_s = decode_s * MERGED_DECODE, prefill_s * MERGED_PREFILL
-        duration = pieces * decode_s + prefill_s
+        duration = max(pieces * hardware.mixed_s, pieces * decode_s + prefill_s)
         self._burst_end_s, self._rate = now + duration, pieces / duration
         self.meter.prefill_tokens += tokens
 

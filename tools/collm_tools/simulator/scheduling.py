@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -82,3 +83,36 @@ class Scheduler(Protocol):
 
     def tick(self, now: float) -> Moves:
         """Time passes."""
+
+
+class Watched:
+    """A scheduler whose time of deciding is counted: `spent_s`, seconds of this process."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.every_s, self.spent_s = scheduler.every_s, 0.0
+        self._scheduler = scheduler
+
+    def arrived(self, now: float, request: SimRequest) -> Moves:
+        """As the scheduler's."""
+        began_s = time.perf_counter()
+        moves = self._scheduler.arrived(now, request)
+        self.spent_s += time.perf_counter() - began_s
+        return moves
+
+    def ended(self, now: float, requests: Sequence[SimRequest]) -> Moves:
+        """As the scheduler's."""
+        began_s = time.perf_counter()
+        moves = self._scheduler.ended(now, requests)
+        self.spent_s += time.perf_counter() - began_s
+        return moves
+
+    def preempted(self, now: float, requests: Sequence[SimRequest]) -> None:
+        """As the scheduler's."""
+        self._scheduler.preempted(now, requests)
+
+    def tick(self, now: float) -> Moves:
+        """As the scheduler's."""
+        began_s = time.perf_counter()
+        moves = self._scheduler.tick(now)
+        self.spent_s += time.perf_counter() - began_s
+        return moves

@@ -70,6 +70,12 @@ class Workload(Struct, frozen=True):
         """Tokens."""
         return sum(a.output_tokens or 1 for a in self.arrivals) / len(self.arrivals)
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens before a token that is decoded: the prompt, and half of the answer, over all tokens answered."""
+        lengths = [(a.prompt_tokens or 1, a.output_tokens or 1) for a in self.arrivals]
+        return sum((prompt + output / 2) * output for prompt, output in lengths) / sum(o for _, o in lengths)
+
 
 SLOS = {
     "code": Slo("code", e2e_s=0.5, late="reject"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -17,11 +17,13 @@ MINUTES = [DAY_MINUTES * index / SLICES for index in range(SLICES)]
 
 
 def draw(runs: Runs, out: Path) -> None:
-    """All of them, as PNG files in `out`."""
-    _scales(runs, out / "scales.png")
-    _day(runs.sweep["conv"], out / "utilisation.png")
-    _qualities(runs.beside, out / "quality.png")
-    _dispatcher(runs.sweep["conv"], out / "dispatcher.png")
+    """Those of the parts that were run, as PNG files in `out`."""
+    if (conv := runs.of("conv")) and (code := runs.of("code")):
+        _scales({"code": code, "conv": conv}, out / "scales.png")
+        _day(conv, out / "utilisation.png")
+        _dispatcher(conv, out / "dispatcher.png")
+    if beside := runs.of("beside"):
+        _qualities(beside, out / "quality.png")
 
 
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
@@ -31,10 +33,10 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _scales(runs: Runs, path: Path) -> None:
+def _scales(sweeps: Mapping[str, Sequence[Result]], path: Path) -> None:
     figure, axes = _figure(2, 2)
     for row, (field, label) in zip(axes, (("goodput", "goodput, tokens/s"), ("q_goodput", "Q-goodput")), strict=True):
-        for axis, (name, results) in zip(row, runs.sweep.items(), strict=True):
+        for axis, (name, results) in zip(row, sweeps.items(), strict=True):
             for system in SYSTEMS:
                 values = [[getattr(r.figures, field) for r in of(results, system.name, s)] for s in SCALES]
                 means, around = [fmean(v) for v in values], [pstdev(v) for v in values]

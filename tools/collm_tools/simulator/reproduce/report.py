@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from collm_tools.simulator.experiment import Result
 from collm_tools.simulator.reproduce import pictures, tables
-from collm_tools.simulator.reproduce.matrix import Runs
+from collm_tools.simulator.reproduce.matrix import HOURS, MORNING, Runs
 from collm_tools.simulator.workload import FULL_LOAD
 
 NOTES = Path("notes.md")
@@ -23,35 +24,75 @@ def write(runs: Runs, out: Path) -> None:
 
 
 def page(runs: Runs, out: Path) -> str:
-    """The whole page."""
-    conv, code = runs.sweep["conv"], runs.sweep["code"]
+    """The whole page, of the parts that were run."""
     notes = (out / NOTES).read_text() if (out / NOTES).is_file() else ""
-    parts = [
-        _head(runs),
-        notes,
-        "## Goodput by scale\n\n![goodput and Q-goodput by scale](scales.png)\n",
-        "Code, tokens/s in time:\n\n" + tables.figures(code, "goodput"),
-        tables.goodput(code, "code"),
-        "Conversations, tokens/s in time:\n\n" + tables.figures(conv, "goodput"),
-        tables.goodput(conv, "conv"),
-        "Both at once, at 3x (one seed):\n\n" + tables.simple(runs.merged, "system"),
-        "## Q-goodput by scale\n\nConversations:\n\n" + tables.figures(conv, "q_goodput"),
-        tables.q_goodput(conv),
-        "## Utilisation at 3x\n\n![SM activity and memory over the day](utilisation.png)\n",
-        "Conversations:\n\n" + tables.utilisation(conv),
-        "## Training beside serving\n\n![quality of answers](quality.png)\n",
-        "Conversations at 1x, all under CoLLM's dispatcher:\n\n" + tables.beside(runs.beside),
-        f"## Coordinator against fixed batch sizes\n\nConversations at 3x, until cross-entropy {tables.TARGET:g}:\n\n"
-        + tables.pairs(runs.pairs),
-        "The trainer's share of the SMs (one seed):\n\n" + tables.simple(runs.shares, "share"),
-        "## Dispatcher against round robin\n\n![running batch, answers in time](dispatcher.png)\n",
-        "## Where the time goes\n\nConversations under CoLLM:\n\n" + tables.shares(conv),
-        "## How much the learning curve matters\n\nIts scale times a factor, conversations at 1x (one seed):\n\n"
-        + tables.simple(runs.learning, "scale"),
-        "## Online against the exact optimum\n\nTwo replicas of qualities 1 and 1.5 that run a batch at a time, sums "
-        f"over {runs.seeds} instances, requests weighed by quality:\n\n" + tables.optimum(runs),
-    ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(part for part in (_head(runs), notes, *_sections(runs)) if part)
+
+
+def _sections(runs: Runs) -> Iterator[str]:
+    conv, code = runs.of("conv"), runs.of("code")
+    if conv and code:
+        yield "## Goodput by scale\n\n![goodput and Q-goodput by scale](scales.png)\n"
+        yield "Code, tokens/s in time:\n\n" + tables.figures(code, "goodput")
+        yield tables.goodput(code, "code")
+        yield "Conversations, tokens/s in time:\n\n" + tables.figures(conv, "goodput")
+        yield tables.goodput(conv, "conv")
+    if merged := runs.of("merged"):
+        yield "Both at once, at 3x:\n\n" + tables.simple(merged, "system")
+    if conv and code:
+        for name, results in (("Conversations", conv), ("Code", code)):
+            yield f"## Q-goodput by scale: {name.lower()}\n\n" + tables.figures(results, "q_goodput")
+            yield tables.q_goodput(results)
+        yield "## Utilisation at 3x\n\n![SM activity and memory over the day](utilisation.png)\n"
+        yield "Conversations:\n\n" + tables.utilisation(conv)
+    if beside := runs.of("beside"):
+        yield "## Training beside serving\n\n![quality of answers](quality.png)\n"
+        yield "Conversations at 1x, all under CoLLM's dispatcher:\n\n" + tables.beside(beside)
+    if pairs := runs.of("pairs"):
+        yield "## Coordinator against fixed batch sizes\n"
+        yield PAIRS_HEAD.format(size=MORNING, target=tables.TARGET, load=pairs[0].scale) + tables.pairs(pairs)
+    if shares := runs.of("shares"):
+        yield "The trainer's share of the SMs:\n\n" + tables.simple(shares, "share")
+    if conv and code:
+        yield "## Dispatcher against round robin\n\n![running batch, answers in time](dispatcher.png)\n"
+        yield "## Where the time goes\n\nConversations under CoLLM:\n\n" + tables.shares(conv)
+        yield "Code:\n\n" + tables.shares(code)
+    if learning := runs.of("learning"):
+        yield "## How much the learning curve matters\n\nIts scale times a factor, conversations at 1x:\n"
+        yield tables.simple(learning, "scale")
+    if runs.optimum:
+        yield OPTIMUM_HEAD.format(seeds=runs.seeds) + tables.optimum(runs)
+    if hours := runs.of("hours"):
+        yield HOURS_HEAD.format(size=HOURS) + tables.hours(hours)
+
+
+def spoken(runs: Runs) -> Iterator[str]:
+    """What a terminal shows of it."""
+    for count, found in runs.optimum.items():
+        worth = tables.share_of_optimum(found)
+        yield f"{count} requests, 2 replicas: online makes {worth:.2f} of the exact optimum"
+    for day in runs.of("hours"):
+        yield tables.told(day)
+
+
+PAIRS_HEAD = """Conversations at {load:g}x on {size.replicas} replicas, the first {size.until_s:g} s of a day of ten
+hours at full speed. Joint completion is when cross-entropy {target:g} is published. Over the coordinator's, by seed:
+
+"""
+
+OPTIMUM_HEAD = """## Online against the exact optimum
+
+Two replicas of qualities 1 and 1.5 that run a batch at a time; sums over {seeds} instances of requests weighed by
+quality:
+
+"""
+
+HOURS_HEAD = """## How long ten hours take
+
+{size.replicas} replicas, ten hours under {size.copies:g} copies of both traces laid over one another, with training, on
+one core:
+
+"""
 
 
 def _head(runs: Runs) -> str:
@@ -67,10 +108,9 @@ Objectives: code end to end in 0.5 s; conversations with the first token in 0.5 
 
 
 def _summary(runs: Runs) -> dict[str, object]:
-    every = {**runs.sweep, "beside": runs.beside, "pairs": runs.pairs, "learning": runs.learning, "merged": runs.merged}
-    return {name: [_row(result) for result in results] for name, results in every.items()}
+    return {name: [_row(result) for result in results] for name, results in runs.days.items()}
 
 
 def _row(result: Result) -> dict[str, object]:
-    fields = ("system", "scale", "seed", "figures", "jobs")
+    fields = ("system", "scale", "seed", "figures", "by_load", "jobs", "inference_share", "training_share", "overhead")
     return {name: getattr(result, name) for name in fields}

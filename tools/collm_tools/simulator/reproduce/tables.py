@@ -7,6 +7,7 @@ from math import inf
 from statistics import fmean, stdev
 
 from collm_tools.simulator.experiment import Result
+from collm_tools.simulator.optimum import Instance
 from collm_tools.simulator.reproduce import paper
 from collm_tools.simulator.reproduce.matrix import SCALES, SYSTEMS, Runs
 from collm_tools.simulator.workload import DAY_MINUTES, DIP_MINUTES, SLICES, level
@@ -92,14 +93,24 @@ def utilisation(results: Sequence[Result]) -> str:
 
 
 def shares(results: Sequence[Result]) -> str:
-    """How CoLLM's replicas spend their time."""
+    """How CoLLM's replicas spend their time; the two overlap. Overhead is over the time in which they work."""
     rows = []
     for scale in SCALES:
         found = of(results, "CoLLM", scale)
         serving = [100 * result.inference_share for result in found]
         training = [100 * result.training_share for result in found]
-        rows.append([f"{scale:g}x", spread(serving, 0), spread(training, 0), paper.TRAINING_SHARE.get(scale, "")])
-    return table(["", "inference, %", "fine-tuning, %", "paper, fine-tuning"], rows)
+        overhead = [100 * result.overhead for result in found]
+        rows.append(
+            [
+                f"{scale:g}x",
+                spread(serving, 0),
+                spread(training, 0),
+                paper.TRAINING_SHARE.get(scale, ""),
+                f"{spread(overhead, 3)}, at most {max(overhead):.3f}",
+                paper.OVERHEAD,
+            ]
+        )
+    return table(["", "inference, %", "fine-tuning, %", "paper", "overhead, %", "paper"], rows)
 
 
 def beside(results: Sequence[Result]) -> str:
@@ -126,34 +137,44 @@ def completion_s(result: Result) -> float:
 
 
 def pairs(results: Sequence[Result]) -> str:
-    """Fixed batch sizes against the coordinator's, normalised to it."""
-    base = of(results, "coordinator", 3.0)
-    q_base = fmean(result.figures.q_goodput for result in base)
-    t_base = fmean(completion_s(result) for result in base)
+    """Fixed batch sizes against the coordinator's, each seed normalised to it."""
+    scale = results[0].scale
+    base = of(results, "coordinator", scale)
     rows = []
     for name in dict.fromkeys(result.system for result in results):
-        found = of(results, name, 3.0)
-        quality = fmean(result.figures.q_goodput for result in found) / q_base
-        seconds = fmean(completion_s(result) for result in found)
-        time = f"{seconds / t_base:.2f}" if seconds < inf and t_base < inf else "not reached"
-        rows.append([name, f"{quality:.2f}", time, paper.COMPLETION.get(name, "")])
-    return table(["(B, b)", "Q-goodput", "joint completion time", "paper, time"], rows)
+        found = list(zip(of(results, name, scale), base, strict=True))
+        seconds = [completion_s(ours) / completion_s(theirs) for ours, theirs in found]
+        reached = [value for value in seconds if value < inf]
+        late = f" ({len(reached)} of {len(seconds)} reached it)" if len(reached) < len(seconds) else ""
+        rows.append(
+            [
+                name,
+                spread([ours.figures.q_goodput / theirs.figures.q_goodput for ours, theirs in found]),
+                spread([100 * ours.figures.attainment for ours, _ in found], 1),
+                spread([100 * ours.training_share for ours, _ in found], 0),
+                spread(reached) + late,
+                paper.COMPLETION.get(name, ""),
+            ]
+        )
+    return table(["(B, b)", "Q-goodput", "in time, %", "fine-tuning, %", "joint completion time", "paper, time"], rows)
 
 
 def simple(results: Sequence[Result], title: str) -> str:
-    """A row a day: what it came to."""
-    rows = [
-        [
-            result.system,
-            f"{result.scale:g}x",
-            f"{100 * result.figures.attainment:.1f}",
-            f"{result.figures.goodput:.0f}",
-            f"{result.figures.q_goodput:.0f}",
-            f"{100 * result.training_share:.0f}",
-            f"{result.reached[-1][1]:.2f}",
-        ]
-        for result in results
-    ]
+    """A row a system and scale: what its days came to."""
+    rows = []
+    for name, scale in dict.fromkeys((result.system, result.scale) for result in results):
+        found = of(results, name, scale)
+        rows.append(
+            [
+                name,
+                f"{scale:g}x",
+                spread([100 * result.figures.attainment for result in found], 1),
+                spread([result.figures.goodput for result in found], 0),
+                spread([result.figures.q_goodput for result in found], 0),
+                spread([100 * result.training_share for result in found], 0),
+                spread([result.reached[-1][1] for result in found]),
+            ]
+        )
     head = [title, "load", "in time, %", "goodput", "Q-goodput", "fine-tuning, %", "cross-entropy at the end"]
     return table(head, rows)
 
@@ -163,5 +184,34 @@ def optimum(runs: Runs) -> str:
     rows = []
     for count, found in runs.optimum.items():
         online, most = sum(one.online for one in found), sum(one.optimum for one in found)
-        rows.append([str(count), f"{online:g}", f"{most:g}", f"{online / most:.2f}"])
-    return table(["requests", "online", "optimum", "share"], rows)
+        above = sum(one.online > one.optimum for one in found)
+        rows.append([str(count), f"{online:g}", f"{most:g}", f"{share_of_optimum(found):.2f}", str(above)])
+    return table(["requests", "online", "optimum", "share", "times above it"], rows)
+
+
+def share_of_optimum(found: Sequence[Instance]) -> float:
+    """Of several instances together."""
+    return sum(one.online for one in found) / sum(one.optimum for one in found)
+
+
+def hours(results: Sequence[Result]) -> str:
+    """What a long day takes to simulate."""
+    rows = [
+        [
+            f"{day.figures.offered:,}",
+            f"{day.cpu_s:.0f} s",
+            f"{1e6 * day.cpu_s / day.figures.offered:.0f} us",
+            f"{100 * day.policy_s / day.cpu_s:.0f} %",
+            f"{100 * day.figures.attainment:.1f} %",
+            f"{100 * day.training_share:.0f} %",
+            str(day.jobs),
+        ]
+        for day in results
+    ]
+    head = ["requests", "CPU", "of it a request", "in the live policies", "in time", "fine-tuning", "jobs"]
+    return table(head, rows)
+
+
+def told(day: Result) -> str:
+    """The same in a sentence."""
+    return f"ten hours, {day.figures.offered:,} requests: simulated in {day.cpu_s:.0f} s of one core"
